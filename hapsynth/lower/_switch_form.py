@@ -23,6 +23,7 @@ from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.staging.buckets import joined
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
@@ -197,28 +198,32 @@ class Lowered(LoweredProgram):
         computed between those before and these, and read after. XLA's scheduler goes back from the end and hides each
         transfer behind whatever there is left: without this the first find nothing. Only of collectives of arguments,
         and of what is elementwise of them (a bias), which nothing else keeps from starting at once, and of what lies in
-        memory: what is elementwise, and read by what is, stays with its readers."""
+        memory: what is elementwise, or a contraction, and read by what is elementwise alone stays with its readers, of
+        which XLA makes one kernel."""
         if not (self.scheduled and self.is_pinned) or len(self.graph.regions) > 1:
             return {}
-        steps = [*joined(self.graph, self.steps)]
-        read = {p: n for n, step in enumerate(steps) for i in _instructions(step) for p in reads(self.graph, i)}
-        leave = zip(self.graph.outputs, self.program.outputs, strict=True)
+        graph, steps = self.graph, [*joined(self.graph, self.steps)]
+        read = {p: n for n, step in enumerate(steps) for i in _instructions(step) for p in reads(graph, i)}
+        leave = zip(graph.outputs, self.program.outputs, strict=True)
         read.update(((v, layout), len(steps)) for v, layout in leave if isinstance(v, int) and layout is not None)
+        elementwise = lambda i: isinstance(i, Compute) and is_fusible(graph.ops[i.op])
+        heavy = lambda i: isinstance(i, Compute) and not is_fusible(graph.ops[i.op])
+        has_epilogue = lambda i: graph.ops[i.op].name in CONTRACTIONS
+        stored = {p for step in steps for i in _instructions(step) if not elementwise(i) for p in reads(graph, i)}
+        stored.update(p for p, n in read.items() if n == len(steps))
         found: dict[int, list[Property]] = {}
         made: list[Property] = []
         given = set(self.program.inputs.items())
-        ends = lambda i: isinstance(i, Compute) and not is_fusible(self.graph.ops[i.op])
-        taken = {p for step in steps for i in _instructions(step) if ends(i) for p in reads(self.graph, i)}
         for n, step in enumerate(steps):
             if isinstance(step, list):
-                if all(p in given for i in step for p in reads(self.graph, i)):
+                if all(p in given for i in step for p in reads(graph, i)):
                     found[n] = [p for p in made if read.get(p, -1) >= n]
                     made = []
                 continue
             for i in _instructions(step):
-                made += [p for p in writes(self.graph, i) if ends(i) or p in taken]
-                if not ends(i) and all(p in given for p in reads(self.graph, i)):
-                    given.update(writes(self.graph, i))
+                made += [p for p in writes(graph, i) if p in stored or (heavy(i) and not has_epilogue(i))]
+                if not heavy(i) and all(p in given for p in reads(graph, i)):
+                    given.update(writes(graph, i))
         return found
 
     def _communicate(

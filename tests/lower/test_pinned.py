@@ -38,9 +38,10 @@ def step(weights: Any, x: jax.Array) -> Any:
     return [w - 0.1 * g / norm for w, g in zip(weights, grads)], value
 
 
-def biased(weights: Any, x: jax.Array) -> jax.Array:
+def biased(weights: Any, x: jax.Array) -> Any:
     """What is gathered last is made of an argument."""
-    return x @ weights[0] * jnp.exp(weights[1])
+    hidden = x @ weights[0]
+    return hidden * jnp.exp(weights[1]), hidden.T @ hidden
 
 
 def scanned(x: jax.Array, v: jax.Array) -> Any:
