@@ -194,12 +194,12 @@ class Lowered(LoweredProgram):
 
     @cached_property
     def _computed_before(self) -> dict[int, list[Property]]:
-        """Of a program in a schedule's order, for each run of collectives, by its place among the joined steps, what is
-        computed between those before and these, and read after. XLA's scheduler goes back from the end and hides each
-        transfer behind whatever there is left: without this the first find nothing. Only of collectives of arguments,
-        and of what is elementwise of them (a bias), which nothing else keeps from starting at once, and of what lies in
-        memory: what is elementwise, or a contraction, and read by what is elementwise alone stays with its readers, of
-        which XLA makes one kernel."""
+        """Of a program in a schedule's order, for each run of collectives of arguments or of elementwise functions of
+        arguments (a broadcast bias), by its place among the joined steps: the values computed since the last such run
+        and read after this one. Nothing else keeps these collectives from starting at once, and XLA's scheduler, which
+        goes back from the end, hides each transfer behind whatever computing is left: the first would find none. Left
+        out is what XLA makes in one kernel with its readers: results of elementwise ops, and of contractions, that
+        elementwise ops alone read."""
         if not (self.scheduled and self.is_pinned) or len(self.graph.regions) > 1:
             return {}
         graph, steps = self.graph, [*joined(self.graph, self.steps)]
@@ -207,23 +207,25 @@ class Lowered(LoweredProgram):
         leave = zip(graph.outputs, self.program.outputs, strict=True)
         read.update(((v, layout), len(steps)) for v, layout in leave if isinstance(v, int) and layout is not None)
         elementwise = lambda i: isinstance(i, Compute) and is_fusible(graph.ops[i.op])
-        heavy = lambda i: isinstance(i, Compute) and not is_fusible(graph.ops[i.op])
-        has_epilogue = lambda i: graph.ops[i.op].name in CONTRACTIONS
         stored = {p for step in steps for i in _instructions(step) if not elementwise(i) for p in reads(graph, i)}
         stored.update(p for p, n in read.items() if n == len(steps))
         found: dict[int, list[Property]] = {}
         made: list[Property] = []
-        given = set(self.program.inputs.items())
+        of_arguments = set(self.program.inputs.items())
         for n, step in enumerate(steps):
             if isinstance(step, list):
-                if all(p in given for i in step for p in reads(graph, i)):
+                if all(p in of_arguments for i in step for p in reads(graph, i)):
                     found[n] = [p for p in made if read.get(p, -1) >= n]
                     made = []
                 continue
             for i in _instructions(step):
-                made += [p for p in writes(graph, i) if p in stored or (heavy(i) and not has_epilogue(i))]
-                if not heavy(i) and all(p in given for p in reads(graph, i)):
-                    given.update(writes(graph, i))
+                # A conversion here sends nothing: a slice, or zeros.
+                op = None if isinstance(i, Convert) else graph.ops[i.op]
+                light = op is None or is_fusible(op)
+                fuses = light or (op is not None and op.name in CONTRACTIONS)
+                made += [p for p in writes(graph, i) if p in stored or not fuses]
+                if light and all(p in of_arguments for p in reads(graph, i)):
+                    of_arguments.update(writes(graph, i))
         return found
 
     def _communicate(
