@@ -258,6 +258,9 @@ class Lowered(LoweredProgram):
             for step, x in zip(bundle.steps, received, strict=True):
                 with scope(step):
                     x = cut_to(x, self.local.shape((step.value, step.target), here))
+                    if len(bundle.steps) > 1 and self.is_pinned and x.nbytes >= self.options.bundled_bytes:
+                        # XLA would cut it out again where it is read later, and keep all of the bundle until then.
+                        x = lax.optimization_barrier(x)
                     env[step.value, step.target] = self.local.named((step.value, step.target), x)
                     if (step.value, step.source) in self.local.loose:
                         # Along another axis it may still be padded.

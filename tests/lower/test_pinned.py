@@ -221,6 +221,41 @@ def test_what_is_computed_before_a_gather_stays_before_it(fn: Callable[..., Any]
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("platform", "least", "apart"), [("gpu", 1 << 8, 2), ("gpu", 1 << 20, 0), ("cpu", 1 << 8, 0)])
+def test_large_parts_of_a_bundle_are_cut_out_once(platform: str, least: int, apart: int) -> None:
+    """Behind a barrier each, on GPUs, where XLA would cut them out for every reader."""
+    args = arguments(step)
+    fixed = {"[0][0]": "S(0)", "[0][1]": "S(0)", "[1]": "S(0)"}
+    cluster = thin_cluster(UNEVEN)
+    plan = hapsynth.synthesize(step, args, first_devices(4), cluster=cluster, leave_out=False, fixed=fixed)
+    graph, mesh = plan.traced.graph, plan.mesh
+    assert mesh is not None
+    gathered = {graph.inputs[0], graph.inputs[1]}
+    instructions = tuple(
+        i._replace(bundle=1) if isinstance(i, Convert) and i.value in gathered and i.collective.joins else i
+        for i in plan.program.instructions
+    )
+    assert sum(isinstance(i, Convert) and i.bundle == 1 for i in instructions) == 2
+    lowered = Lowered(
+        graph,
+        replace(plan.program, instructions=instructions),
+        plan.sizes,
+        mesh,
+        donate=False,
+        platform=platform,
+        options=hapsynth.LoweringOptions(bundled_bytes=least),
+        scheduled=True,
+    )
+    closed = jax.make_jaxpr(lowered.on_mesh)(*(s.struct() for s in (*lowered.inputs, *lowered.constants)))
+    (mapped,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "shard_map")
+    body = _jax.open_jaxpr(mapped.params["jaxpr"])[0]
+    shapes = [graph.values[v].shape for v in sorted(gathered)]
+    alone = [
+        e.outvars[0].aval.shape for e in body.eqns if e.primitive is _jax.barrier_primitive() and len(e.invars) == 1
+    ]
+    assert len([shape for shape in alone if shape in shapes]) == apart
+
+
 def test_where_collectives_are_pinned() -> None:
     assert [is_pinned(p) for p in ("cpu", "tpu", "gpu", "cuda", "rocm")] == [False, False, True, True, True]
     plan = hapsynth.synthesize(step, arguments(step), first_devices(4), cluster=thin_cluster(UNEVEN), leave_out=False)
