@@ -22,6 +22,8 @@ from hapsynth.instructions.staging.moved_rows import rounds
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.staging.stages import Stage, split
 from hapsynth.search.analysis.fusion import FusionPlan
+from hapsynth.search.cost.model import held_fraction
+from hapsynth.search.cost.program_cost import largest_share
 
 Reader = Literal["elementwise", "slice", "collective", "own"]
 """How an operand is taken: by an elementwise kernel, by a slice that ends one, to be sent, by a kernel of its own."""
@@ -293,7 +295,8 @@ def bundles(
 ) -> Iterator[Bundle]:
     """Those of a run of collectives that need nothing of one another. `nbytes`: of a tensor on a device, as it is
     stored. `planned`: as the program has them."""
-    sent = [_sent(program, step, sizes, nbytes) for step in run]
+    wires = [_wire(program, step, sizes, nbytes) for step in run]
+    sent, given = [wire.sent for wire in wires], [wire.given for wire in wires]
     dtypes = [graph.values[step.value].dtype for step in run]
     families = [
         family(step, dtype) if size <= options.bundled_bytes else None
@@ -302,24 +305,34 @@ def bundles(
     # A device of exact shards may send nothing, and takes part.
     groups = as_planned(run) if planned else filled(families, [max(size, 1.0) for size in sent], options.bundle_bytes)
     for group in groups:
-        # Rounds give what they take, to be joined.
-        given = sum(sent[n] if run[n].collective.in_rounds else nbytes(run[n].value, run[n].target) for n in group)
-        yield Bundle(tuple(run[n] for n in group), sum(sent[n] for n in group), given)
+        yield Bundle(tuple(run[n] for n in group), sum(sent[n] for n in group), sum(given[n] for n in group))
 
 
-def _sent(program: Program, step: Convert, sizes: Sizes, nbytes: NBytes) -> float:
-    """Bytes of the array that a collective takes: whole blocks of the largest shard, or the largest piece of each
+class _Wire(NamedTuple):
+    """Bytes of the arrays that a collective takes and gives."""
+
+    sent: float
+    given: float
+
+
+def _wire(program: Program, step: Convert, sizes: Sizes, nbytes: NBytes) -> _Wire:
+    """The same on all devices, whatever they store: whole blocks of the largest shard, or the largest piece of each
     round."""
-    traffic, whole = step.traffic, float(sizes.graph.values[step.value].nbytes)
+    collective, traffic, n = step.collective, step.traffic, program.axes[step.axis][1]
+    whole = sizes.graph.values[step.value].nbytes
+    padded = lambda layout: whole * held_fraction(layout, lambda *cut: largest_share(sizes, step.value, *cut))
+    alone = lambda cut: padded(cut_alone(cut, len(step.source)))
     if isinstance(traffic, Exchanged) and whole:
         old, new = (np.array(sizes.lengths(step.value, *cut)) for cut in (traffic.old, traffic.new))
-        around = prod(nbytes(step.value, cut_alone(cut, len(step.source))) / whole for cut in traffic.around)
-        pieces = rounds(old / old.sum(), new / new.sum(), program.axes[step.axis][1])
-        return whole * around * float(pieces.sum())
-    if not isinstance(traffic, Block) or step.collective.balances:
-        return nbytes(step.value, step.source)
-    alone = lambda cut: nbytes(step.value, cut_alone(cut, len(step.source)))
-    sent = (program.axes[step.axis][1] if step.collective.splits else 1) * nbytes(step.value, traffic.layout)
-    if traffic.part is None:
-        return sent
-    return sent * alone(traffic.part) / (alone(traffic.of) if traffic.of else whole)
+        around = prod(alone(cut) / whole for cut in traffic.around)
+        pieces = rounds(old / old.sum(), new / new.sum(), n)
+        sent = whole * around * float(pieces.sum())
+        # To be joined.
+        return _Wire(sent, sent)
+    if not isinstance(traffic, Block) or collective.balances:
+        return _Wire(nbytes(step.value, step.source), nbytes(step.value, step.target))
+    sent = (n if collective.splits else 1) * padded(traffic.layout)
+    if traffic.part is not None:
+        sent *= alone(traffic.part) / (alone(traffic.of) if traffic.of else whole)
+    gathered = collective.joins and not collective.splits
+    return _Wire(sent, n * sent if gathered else padded(step.target))

@@ -263,6 +263,21 @@ def test_parts_of_what_a_bundle_gives_are_cut_out_on_gpus() -> None:
     assert False in are_cut_out(False)
 
 
+def test_what_a_bundle_sends_and_gives_is_as_large_on_all_devices() -> None:
+    """Blocks of the largest shard, of which a gather gives one of each device."""
+    args = jax.ShapeDtypeStruct((640,), jnp.float32), jax.ShapeDtypeStruct((320,), jnp.float32)
+    cluster, fixed = thin_cluster((3.0, 1.0)), {"[0]": "S(0)", "[1]": "S(0)"}
+    fn = lambda x, y: (jnp.sort(x), jnp.sort(y))
+    plan = hapsynth.synthesize(fn, args, first_devices(2), cluster=cluster, fixed=fixed, ratios=(0.75, 0.25))
+    graph, sizes = plan.traced.graph, plan.sizes
+    largest = sum(max(sizes.lengths(v, 0, (0,))) for v in graph.inputs)
+    assert largest > 960 / 2
+    for stored in (lambda v, l: padded_bytes(sizes, v, l), lambda v, l: padded_bytes(sizes, v, l) / 3):
+        found = XlaKernels(graph, plan.program, sizes, FusionPlan.of(graph), stored, DEFAULT)
+        arrays = [found.nbytes(t) for made in found.made for t in made if t.value < 0]
+        assert arrays == [4 * largest, 2 * 4 * largest]
+
+
 def convolved(w: jax.Array, x: jax.Array) -> Any:
     def loss(w: jax.Array) -> jax.Array:
         y = jnp.tanh(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
