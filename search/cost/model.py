@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property, reduce
 from math import prod
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -51,6 +52,9 @@ _NEARLY = 1e-9
 """Shares of which so little is missing come to what is asked for, as rounding has it."""
 
 
+_TINY = float(np.finfo(np.float64).tiny)
+
+
 class CutWork(NamedTuple):
     """A work, its number (equal works have one), and one dimension of each factor that is cut, in the order of its
     `lanes`."""
@@ -65,7 +69,9 @@ class CostModel:
 
     `room`: what its devices may hold; by default their memory, of padded shards. `lowering`: as the programs will be
     lowered, which decides what goes together and what that takes of memory. `offered`: the names of the steps that
-    programs may take beside the usual ones; None: all.
+    programs may take beside the usual ones; None: all. `overlap`: whether devices compute while they send. GPUs start
+    a collective where a kernel ends then, so that between the permutes of a step, and the collective that they lead to,
+    passes what a kernel takes.
     """
 
     def __init__(
@@ -77,6 +83,8 @@ class CostModel:
         room: MemoryBudget | None = None,
         lowering: LoweringOptions = DEFAULT,
         offered: Collection[str] | None = None,
+        *,
+        overlap: bool = False,
     ) -> None:
         self.graph, self.table, self.lowering, self._offered = graph, table, lowering, offered
         self._fed = frozenset(graph.inputs) - graph.state
@@ -91,9 +99,9 @@ class CostModel:
         """Which conversions share a latency."""
         self._measured = frozenset(s for kind in cluster.kinds for s in kind.ops)
         self._classes: dict[int, str] = {}
-        self._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster))
+        self._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster), overlap)
 
-    def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]], room: MemoryBudget) -> None:
+    def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]], room: MemoryBudget, overlap: bool) -> None:
         self.cluster, self.n, self.axes = cluster, cluster.n, tuple(axes)
         self.lengths = tuple(size for _, size in self.axes)
         number: dict[DeviceKind, int] = {}
@@ -112,8 +120,11 @@ class CostModel:
         self.overhead, self.bandwidth = self.figures.overhead[self.kind_of], self.figures.bandwidth[self.kind_of]
         self.slowdown = np.array([kind.slowdown for kind in self.kinds])[self.kind_of]
         """float64 [devices]: how many times as long computing takes each while a collective runs."""
-        self.room = room
+        self.room, self.overlap = room, overlap
         self.links = axis_links(cluster, self.axes)
+        if overlap and self.figures.outputs > 1:
+            handover = self._kernel_seconds()
+            self.links = tuple([replace(link, handover=handover) for link in self.links])
         self._speeds: dict[tuple[str, str], Speeds] = {}
         self._kinds_along: dict[tuple[int, ...], Ints] = {}
         self._ideal: dict[Work, float] = {}
@@ -121,12 +132,34 @@ class CostModel:
         self._places: dict[tuple[int, ...], np.ndarray] = {}
 
     def on(
-        self, cluster: Cluster, room: MemoryBudget | None = None, axes: Sequence[tuple[str, int]] | None = None
+        self,
+        cluster: Cluster,
+        room: MemoryBudget | None = None,
+        axes: Sequence[tuple[str, int]] | None = None,
+        *,
+        overlap: bool | None = None,
     ) -> CostModel:
-        """The model of the same graph on another cluster, which shares what no device decides."""
+        """The model of the same graph on another cluster, which shares what no device decides. `overlap`: by default
+        as here."""
         other = copy(self)
-        other._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster))
+        overlap = self.overlap if overlap is None else overlap
+        other._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster), overlap)
         return other
+
+    def _kernel_seconds(self) -> float:
+        """How long the kernel takes that runs at a moment, on the average over the moments of a step, on the kind of
+        devices where that is longest; devices have shares by their speed."""
+        ops = [op.index for op in self.graph.ops if not op.region]
+        works = [self.work(k, (self.table[k].triples[0],) * len(self.axes)) for k in ops]
+        if not works:
+            return 0.0
+        roofline = Roofline(self.figures, works)
+        launching = roofline.launching
+        busy = roofline.seconds(np.arange(len(self.kinds)), []) - launching
+        whole = busy.sum(axis=0)
+        speed = np.divide(1.0, whole, out=np.zeros_like(whole), where=whole > 0)
+        seconds = launching + busy * (speed / max(speed[self.kind_of].sum(), _TINY))
+        return float(((seconds**2).sum(axis=0) / np.maximum(seconds.sum(axis=0), _TINY)).max())
 
     def rate(self, dtype: str) -> Floats:
         """FLOP/s of each device for a dtype."""

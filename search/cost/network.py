@@ -66,7 +66,8 @@ class AxisLink:
     link with the most to send for its bandwidth. `curves`: seconds by wire bytes of the collectives that were
     measured, which go before these. `levels`: of its hosts, where it goes over several, by what goes over them.
     `shifts`: seconds per byte of a permute in which every device sends to the one that is 1, 2, ... n - 1 places
-    further on, around the axis: of a host several may cross its link at once.
+    further on, around the axis: of a host several may cross its link at once. `handover`: seconds that a permute waits
+    besides for devices to end what they compute (`CostModel`).
     """
 
     n: int
@@ -81,6 +82,7 @@ class AxisLink:
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
     levels: Mapping[Over, Levels] = field(default_factory=dict[Over, "Levels"])
     shifts: tuple[float, ...] = ()
+    handover: float = 0.0
     _paces: dict[str, Curve | Lines] = field(
         init=False, default_factory=dict[str, "Curve | Lines"], compare=False, repr=False
     )
@@ -103,9 +105,9 @@ class AxisLink:
         """Seconds of a permute however little it sends, and of each byte; where it was measured, by the straight line
         from none to the most."""
         if (curve := self.curves.get("reshare")) is None:
-            return self.latency, self.beta
+            return self.latency + self.handover, self.beta
         start, (most, end) = float(curve.seconds(0.0)), curve.points[-1]
-        return start, (end - start) / most
+        return start + self.handover, (end - start) / most
 
     @property
     def rounds(self) -> tuple[float, Floats]:
@@ -114,7 +116,7 @@ class AxisLink:
         was measured."""
         per_byte = np.array(self.shifts)
         if "reshare" not in self.curves:
-            return 2.0 * self.latency, per_byte
+            return 2.0 * self.latency + self.handover, per_byte
         start, slope = self.permute
         return start, per_byte * (slope / per_byte[0])
 
