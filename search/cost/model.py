@@ -52,9 +52,6 @@ _NEARLY = 1e-9
 """Shares of which so little is missing come to what is asked for, as rounding has it."""
 
 
-_TINY = float(np.finfo(np.float64).tiny)
-
-
 class CutWork(NamedTuple):
     """A work, its number (equal works have one), and one dimension of each factor that is cut, in the order of its
     `lanes`."""
@@ -148,18 +145,18 @@ class CostModel:
 
     def _kernel_seconds(self) -> float:
         """How long the kernel takes that runs at a moment, on the average over the moments of a step, on the kind of
-        devices where that is longest; devices have shares by their speed."""
+        devices where that is longest; devices have shares by their speed. 0 where nothing is computed."""
+        # The first of an op's triples cuts nothing.
         ops = [op.index for op in self.graph.ops if not op.region]
         works = [self.work(k, (self.table[k].triples[0],) * len(self.axes)) for k in ops]
-        if not works:
-            return 0.0
         roofline = Roofline(self.figures, works)
         launching = roofline.launching
         busy = roofline.seconds(np.arange(len(self.kinds)), []) - launching
         whole = busy.sum(axis=0)
-        speed = np.divide(1.0, whole, out=np.zeros_like(whole), where=whole > 0)
-        seconds = launching + busy * (speed / max(speed[self.kind_of].sum(), _TINY))
-        return float(((seconds**2).sum(axis=0) / np.maximum(seconds.sum(axis=0), _TINY)).max())
+        if not whole.all():
+            return 0.0
+        seconds = launching + busy / whole / (1.0 / whole)[self.kind_of].sum()
+        return float(((seconds**2).sum(axis=0) / seconds.sum(axis=0)).max())
 
     def rate(self, dtype: str) -> Floats:
         """FLOP/s of each device for a dtype."""

@@ -51,6 +51,7 @@ def test_what_waits_for_nothing(graph: Graph, gpus: Cluster) -> None:
     """Who computes nothing meanwhile; CPUs, whose collectives are run by a thread of their own; what is no permute."""
     assert handover(graph, gpus, overlap=False) == 0.0
     assert handover(graph, graphs.cluster(SPEEDS), overlap=True) == 0.0
+    assert handover(trace(lambda x: x, (struct(8),)).graph, gpus, overlap=True) == 0.0
     costs = CostModel(graph, gpus, FactorTable(graph), overlap=True)
     assert costs.on(gpus).links == costs.links
     (late,), (link,) = costs.links, costs.on(gpus, overlap=False).links
