@@ -66,9 +66,9 @@ class CostModel:
 
     `room`: what its devices may hold; by default their memory, of padded shards. `lowering`: as the programs will be
     lowered, which decides what goes together and what that takes of memory. `offered`: the names of the steps that
-    programs may take beside the usual ones; None: all. `overlap`: whether devices compute while they send. GPUs start
-    a collective where a kernel ends then, so that between the permutes of a step, and the collective that they lead to,
-    passes what a kernel takes.
+    programs may take beside the usual ones; None: all. `overlap`: whether devices compute while they send. On GPUs
+    they do not beside permutes then: a collective begins and ends where a kernel does there, and of those that a step
+    is made of XLA hides one.
     """
 
     def __init__(
@@ -120,8 +120,7 @@ class CostModel:
         self.room, self.overlap = room, overlap
         self.links = axis_links(cluster, self.axes)
         if overlap and self.figures.outputs > 1:
-            handover = self._kernel_seconds()
-            self.links = tuple([replace(link, handover=handover) for link in self.links])
+            self.links = tuple([replace(link, permutes_exposed=True) for link in self.links])
         self._speeds: dict[tuple[str, str], Speeds] = {}
         self._kinds_along: dict[tuple[int, ...], Ints] = {}
         self._ideal: dict[Work, float] = {}
@@ -142,21 +141,6 @@ class CostModel:
         overlap = self.overlap if overlap is None else overlap
         other._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster), overlap)
         return other
-
-    def _kernel_seconds(self) -> float:
-        """How long the kernel takes that runs at a moment, on the average over the moments of a step, on the kind of
-        devices where that is longest; devices have shares by their speed. 0 where nothing is computed."""
-        # The first of an op's triples cuts nothing.
-        ops = [op.index for op in self.graph.ops if not op.region]
-        works = [self.work(k, (self.table[k].triples[0],) * len(self.axes)) for k in ops]
-        roofline = Roofline(self.figures, works)
-        launching = roofline.launching
-        busy = roofline.seconds(np.arange(len(self.kinds)), []) - launching
-        whole = busy.sum(axis=0)
-        if not whole.all():
-            return 0.0
-        seconds = launching + busy / whole / (1.0 / whole)[self.kind_of].sum()
-        return float(((seconds**2).sum(axis=0) / seconds.sum(axis=0)).max())
 
     def rate(self, dtype: str) -> Floats:
         """FLOP/s of each device for a dtype."""
