@@ -165,8 +165,7 @@ class Planned(ABC):
         """The costs of the plan's instructions on the devices that take part, or on as many others."""
         graph, result = self.traced.graph, self.result
         axes = self.program.axes
-        given = graph, cluster or self.used, FactorTable(graph), axes, result.room, result.lowering
-        return CostModel(*given, overlap=result.overlap)
+        return CostModel(graph, cluster or self.used, FactorTable(graph), axes, result.room, result.lowering)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -329,8 +328,7 @@ class Planned(ABC):
 
     def without_overlap(self) -> Self:
         """The same program with one instruction after another, in the form that suits that unless one was asked for."""
-        costs = self.cost_model().on(self.used, self.result.room, self.program.axes, overlap=False)
-        cost = step_seconds(self.program, self.sizes, costs, overlap=False)
+        cost = step_seconds(self.program, self.sizes, self.cost_model(), overlap=False)
         result = replace(self.result, overlap=False, cost_s=cost)
         return type(self)(self.traced, result, self.cluster, self.mesh, self.fn, donate=self._donate, form=self._asked)
 

@@ -218,8 +218,7 @@ class _Saved:
         devices = [self.kind if i in self.own else kind for i, kind in enumerate(cluster.devices)]
         cluster, table = replace(cluster, devices=tuple(devices)), FactorTable(self.traced.graph)
         room = replace(result.room, exact=exact)
-        given = self.traced.graph, cluster, table, result.program.axes, room, result.lowering
-        return CostModel(*given, overlap=result.overlap)
+        return CostModel(self.traced.graph, cluster, table, result.program.axes, room, result.lowering)
 
     @property
     def call(self) -> Predicted:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import cached_property, reduce
 from math import prod
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -66,9 +65,7 @@ class CostModel:
 
     `room`: what its devices may hold; by default their memory, of padded shards. `lowering`: as the programs will be
     lowered, which decides what goes together and what that takes of memory. `offered`: the names of the steps that
-    programs may take beside the usual ones; None: all. `overlap`: whether devices compute while they send. On GPUs
-    they do not beside permutes then: a collective begins and ends where a kernel does there, and of those that a step
-    is made of XLA hides one.
+    programs may take beside the usual ones; None: all.
     """
 
     def __init__(
@@ -80,8 +77,6 @@ class CostModel:
         room: MemoryBudget | None = None,
         lowering: LoweringOptions = DEFAULT,
         offered: Collection[str] | None = None,
-        *,
-        overlap: bool = False,
     ) -> None:
         self.graph, self.table, self.lowering, self._offered = graph, table, lowering, offered
         self._fed = frozenset(graph.inputs) - graph.state
@@ -96,9 +91,9 @@ class CostModel:
         """Which conversions share a latency."""
         self._measured = frozenset(s for kind in cluster.kinds for s in kind.ops)
         self._classes: dict[int, str] = {}
-        self._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster), overlap)
+        self._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster))
 
-    def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]], room: MemoryBudget, overlap: bool) -> None:
+    def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]], room: MemoryBudget) -> None:
         self.cluster, self.n, self.axes = cluster, cluster.n, tuple(axes)
         self.lengths = tuple(size for _, size in self.axes)
         number: dict[DeviceKind, int] = {}
@@ -117,10 +112,8 @@ class CostModel:
         self.overhead, self.bandwidth = self.figures.overhead[self.kind_of], self.figures.bandwidth[self.kind_of]
         self.slowdown = np.array([kind.slowdown for kind in self.kinds])[self.kind_of]
         """float64 [devices]: how many times as long computing takes each while a collective runs."""
-        self.room, self.overlap = room, overlap
+        self.room = room
         self.links = axis_links(cluster, self.axes)
-        if overlap and self.figures.outputs > 1:
-            self.links = tuple([replace(link, permutes_exposed=True) for link in self.links])
         self._speeds: dict[tuple[str, str], Speeds] = {}
         self._kinds_along: dict[tuple[int, ...], Ints] = {}
         self._ideal: dict[Work, float] = {}
@@ -128,18 +121,11 @@ class CostModel:
         self._places: dict[tuple[int, ...], np.ndarray] = {}
 
     def on(
-        self,
-        cluster: Cluster,
-        room: MemoryBudget | None = None,
-        axes: Sequence[tuple[str, int]] | None = None,
-        *,
-        overlap: bool | None = None,
+        self, cluster: Cluster, room: MemoryBudget | None = None, axes: Sequence[tuple[str, int]] | None = None
     ) -> CostModel:
-        """The model of the same graph on another cluster, which shares what no device decides. `overlap`: by default
-        as here."""
+        """The model of the same graph on another cluster, which shares what no device decides."""
         other = copy(self)
-        overlap = self.overlap if overlap is None else overlap
-        other._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster), overlap)
+        other._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster))
         return other
 
     def rate(self, dtype: str) -> Floats:

@@ -66,8 +66,7 @@ class AxisLink:
     link with the most to send for its bandwidth. `curves`: seconds by wire bytes of the collectives that were
     measured, which go before these. `levels`: of its hosts, where it goes over several, by what goes over them.
     `shifts`: seconds per byte of a permute in which every device sends to the one that is 1, 2, ... n - 1 places
-    further on, around the axis: of a host several may cross its link at once. `permutes_exposed`: whether devices wait
-    while one runs, where they compute beside other collectives: it counts twice, for its link and for the devices.
+    further on, around the axis: of a host several may cross its link at once.
     """
 
     n: int
@@ -82,7 +81,6 @@ class AxisLink:
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
     levels: Mapping[Over, Levels] = field(default_factory=dict[Over, "Levels"])
     shifts: tuple[float, ...] = ()
-    permutes_exposed: bool = False
     _paces: dict[str, Curve | Lines] = field(
         init=False, default_factory=dict[str, "Curve | Lines"], compare=False, repr=False
     )
@@ -104,11 +102,10 @@ class AxisLink:
     def permute(self) -> tuple[float, float]:
         """Seconds of a permute however little it sends, and of each byte; where it was measured, by the straight line
         from none to the most."""
-        times = 2.0 if self.permutes_exposed else 1.0
         if (curve := self.curves.get("reshare")) is None:
-            return times * self.latency, times * self.beta
+            return self.latency, self.beta
         start, (most, end) = float(curve.seconds(0.0)), curve.points[-1]
-        return times * start, times * (end - start) / most
+        return start, (end - start) / most
 
     @property
     def rounds(self) -> tuple[float, Floats]:
@@ -117,8 +114,7 @@ class AxisLink:
         was measured."""
         per_byte = np.array(self.shifts)
         if "reshare" not in self.curves:
-            times = 2.0 if self.permutes_exposed else 1.0
-            return times * 2.0 * self.latency, times * per_byte
+            return 2.0 * self.latency, per_byte
         start, slope = self.permute
         return start, per_byte * (slope / per_byte[0])
 

@@ -158,8 +158,7 @@ class Baselines:
         self.devices = devices
         # What people run today knows one axis over all devices.
         axes = ((DEFAULT_AXIS, task.cluster.n),)
-        lowering, overlap = task.options.lowering, task.options.overlap
-        self.costs = CostModel(graph, task.cluster, table, axes, lowering=lowering, overlap=overlap)
+        self.costs = CostModel(graph, task.cluster, table, axes, lowering=task.options.lowering)
         self.graph, self.table, self.task, self.limit = graph, table, task, task.memory_budget.limit
         self.kin = kinship(graph, table)
         self.state = [graph.inputs[source] for source, _ in graph.carry]

@@ -81,10 +81,11 @@ class Task:
     @cached_property
     def costs(self) -> CostModel:
         if self.kin:
-            return self.kin.costs.on(self.cluster, self.memory_budget, overlap=self.options.overlap)
-        room, lowering, offered = self.memory_budget, self.options.lowering, self.options.collectives
-        given = self.graph, self.cluster, self.factors, None, room, lowering, offered
-        return CostModel(*given, overlap=self.options.overlap)
+            return self.kin.costs.on(self.cluster, self.memory_budget)
+        room, lowering = self.memory_budget, self.options.lowering
+        return CostModel(
+            self.graph, self.cluster, self.factors, room=room, lowering=lowering, offered=self.options.collectives
+        )
 
     @cached_property
     def choices(self) -> ChoiceSpace:
