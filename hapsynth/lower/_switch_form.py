@@ -20,7 +20,7 @@ from hapsynth._quantities import nbytes
 from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.graph.ir import Boundary, Graph, Literal
 from hapsynth.hlo.collectives import collectives_of
-from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.layout import Layout, cuts_of
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
@@ -258,8 +258,7 @@ class Lowered(LoweredProgram):
             for step, x in zip(bundle.steps, received, strict=True):
                 with scope(step):
                     x = cut_to(x, self.local.shape((step.value, step.target), here))
-                    if len(bundle.steps) > 1 and self.is_pinned and x.nbytes >= self.options.bundled_bytes:
-                        # XLA would cut it out again where it is read later, and keep all of the bundle until then.
+                    if len(bundle.steps) > 1 and self._is_cut_out(step, x):
                         x = lax.optimization_barrier(x)
                     env[step.value, step.target] = self.local.named((step.value, step.target), x)
                     if (step.value, step.source) in self.local.loose:
@@ -270,6 +269,12 @@ class Lowered(LoweredProgram):
         # Whatever threads this process has: all have the same collectives.
         planned = self.scheduled and (self.is_pinned or self.gloo is not None)
         return bundles(steps, sent, self.local.platform, self.options, flat=self.flat, planned=planned)
+
+    def _is_cut_out(self, step: Convert, x: jax.Array) -> bool:
+        """Whether a part of what a bundle gives is made once for all readers. On GPUs XLA joins a large part of unlike
+        blocks again where it is read later, and keeps all that the bundle gave until then."""
+        cuts = (self.sizes.lengths(step.value, *cut) for cut in cuts_of(step.source))
+        return self.is_pinned and x.nbytes >= self.options.bundled_bytes and any(len(set(cut)) > 1 for cut in cuts)
 
     @property
     def most_indexed(self) -> int:

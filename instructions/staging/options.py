@@ -20,7 +20,7 @@ class LoweringOptions:
     bundled_bytes: int = 1 << 20
     """Bytes on the wire, per device, up to which a collective goes together with others of its kind that wait for the
     same: as XLA's compilers for GPUs join them, and the lowering for CPUs. On GPUs parts of what bundles give that are
-    as large are cut out once."""
+    as large, of unlike blocks, are cut out once."""
     bundle_bytes: int = 16 << 20
     """Bytes that go together at most, per device."""
 

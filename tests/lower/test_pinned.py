@@ -221,13 +221,24 @@ def test_what_is_computed_before_a_gather_stays_before_it(fn: Callable[..., Any]
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("platform", "least", "apart"), [("gpu", 1 << 8, 2), ("gpu", 1 << 20, 0), ("cpu", 1 << 8, 0)])
-def test_large_parts_of_a_bundle_are_cut_out_once(platform: str, least: int, apart: int) -> None:
-    """Behind a barrier each, on GPUs, where XLA would cut them out for every reader."""
+@pytest.mark.parametrize(
+    ("platform", "least", "ratios", "apart"),
+    [
+        ("gpu", 1 << 8, (3, 3, 1, 1), 2),
+        ("gpu", 1 << 8, (2, 2, 2, 2), 0),
+        ("gpu", 1 << 20, (3, 3, 1, 1), 0),
+        ("cpu", 1 << 8, (3, 3, 1, 1), 0),
+    ],
+)
+def test_large_parts_of_a_bundle_are_cut_out_once(
+    platform: str, least: int, ratios: tuple[int, ...], apart: int
+) -> None:
+    """Behind a barrier each, on GPUs and of unlike blocks, which XLA would join for every reader."""
     args = arguments(step)
     fixed = {"[0][0]": "S(0)", "[0][1]": "S(0)", "[1]": "S(0)"}
     cluster = thin_cluster(UNEVEN)
-    plan = hapsynth.synthesize(step, args, first_devices(4), cluster=cluster, leave_out=False, fixed=fixed)
+    shares = tuple(ratio / 8 for ratio in ratios)
+    plan = hapsynth.synthesize(step, args, first_devices(4), cluster=cluster, fixed=fixed, ratios=shares)
     graph, mesh = plan.traced.graph, plan.mesh
     assert mesh is not None
     gathered = {graph.inputs[0], graph.inputs[1]}
