@@ -20,7 +20,7 @@ from hapsynth._quantities import nbytes
 from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.graph.ir import Boundary, Graph, Literal
 from hapsynth.hlo.collectives import collectives_of
-from hapsynth.instructions.layout import Layout, cuts_of
+from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
@@ -273,8 +273,8 @@ class Lowered(LoweredProgram):
     def _is_cut_out(self, step: Convert, x: jax.Array) -> bool:
         """Whether a part of what a bundle gives is made once for all readers. On GPUs XLA joins a large part of unlike
         blocks again where it is read later, and keeps all that the bundle gave until then."""
-        cuts = (self.sizes.lengths(step.value, *cut) for cut in cuts_of(step.source))
-        return self.is_pinned and x.nbytes >= self.options.bundled_bytes and any(len(set(cut)) > 1 for cut in cuts)
+        large = x.nbytes >= self.options.bundled_bytes
+        return self.is_pinned and large and not self.sizes.is_even(step.value, step.source)
 
     @property
     def most_indexed(self) -> int:

@@ -20,8 +20,7 @@ from hapsynth.report.summary import print_certificate, print_left_out, sizes_tab
 from hapsynth.report.tables import console, heading, table
 from hapsynth.report.timeline import print_timeline
 from hapsynth.running.names import Names
-from hapsynth.search.cost.program_cost import Cost, feed_costs, program_cost
-from hapsynth.search.memory.profile import padded_bytes
+from hapsynth.search.cost.program_cost import Cost, feed_costs, padded_bytes, program_cost
 from hapsynth.whatif.alternatives import Alternative, Alternatives
 
 _KINDS = 14

@@ -12,7 +12,7 @@ from hapsynth.instructions.layout import Layout, cuts_of, format_layout
 from hapsynth.instructions.program.program import Compute, Convert, reads, writes
 from hapsynth.running.base import Planned
 from hapsynth.running.names import Names
-from hapsynth.search.memory.profile import padded_bytes
+from hapsynth.search.cost.program_cost import padded_bytes
 from hapsynth.view.step import Bar, Step, merged
 
 _LANES = 24

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Node, Sizes
-from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.model import CostModel, Floats, held_fraction
 from hapsynth.search.cost.network import Shares
 from hapsynth.search.cost.program_index import Load, ProgramIndex, cut_nodes_of
 
@@ -28,6 +29,11 @@ def largest_share(sizes: Sizes, value: int, dim: int, axes: tuple[int, ...], way
     """The fraction of a dimension that the largest shard holds; of an empty one 0."""
     lengths = sizes.lengths(value, dim, axes, way)
     return max(lengths) / max(sum(lengths), 1)
+
+
+def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:
+    """Bytes of a tensor on one device, at the largest shard."""
+    return sizes.graph.values[value].nbytes * held_fraction(layout, lambda *cut: largest_share(sizes, value, *cut))
 
 
 def shares(costs: CostModel, sizes: Sizes, nodes: Sequence[Node]) -> list[Floats]:

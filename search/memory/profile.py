@@ -25,9 +25,9 @@ from hapsynth.instructions.program.sizes import Classes, Node, Sizes
 from hapsynth.instructions.staging.moved_rows import moved, rounds
 from hapsynth.search.analysis.fusion import FusionPlan
 from hapsynth.search.analysis.lifetimes import Tensor
-from hapsynth.search.cost.model import CostModel, Floats, held_fraction
+from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Even
-from hapsynth.search.cost.program_cost import largest_share
+from hapsynth.search.cost.program_cost import padded_bytes
 from hapsynth.search.cost.program_index import Cut, ProgramIndex
 from hapsynth.search.memory.collective_buffers import PHASES, Buffer, wires
 from hapsynth.search.memory.merged_contractions import merge_contractions
@@ -71,11 +71,6 @@ Held = tuple[Cut, bool]
 
 _Some = np.ndarray | slice
 _ALL = slice(None)
-
-
-def padded_bytes(sizes: Sizes, value: int, layout: Layout) -> float:
-    """Bytes of a tensor on one device, at the largest shard."""
-    return sizes.graph.values[value].nbytes * held_fraction(layout, lambda *cut: largest_share(sizes, value, *cut))
 
 
 @dataclass(frozen=True, eq=False)

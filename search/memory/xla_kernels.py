@@ -22,8 +22,7 @@ from hapsynth.instructions.staging.moved_rows import rounds
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.staging.stages import Stage, split
 from hapsynth.search.analysis.fusion import FusionPlan
-from hapsynth.search.cost.model import held_fraction
-from hapsynth.search.cost.program_cost import largest_share
+from hapsynth.search.cost.program_cost import padded_bytes
 
 Reader = Literal["elementwise", "slice", "collective", "own"]
 """How an operand is taken: by an elementwise kernel, by a slice that ends one, to be sent, by a kernel of its own."""
@@ -320,7 +319,7 @@ def _wire(program: Program, step: Convert, sizes: Sizes, nbytes: NBytes) -> _Wir
     round."""
     collective, traffic, n = step.collective, step.traffic, program.axes[step.axis][1]
     whole = sizes.graph.values[step.value].nbytes
-    padded = lambda layout: whole * held_fraction(layout, lambda *cut: largest_share(sizes, step.value, *cut))
+    padded = lambda layout: padded_bytes(sizes, step.value, layout)
     alone = lambda cut: padded(cut_alone(cut, len(step.source)))
     if isinstance(traffic, Exchanged) and whole:
         old, new = (np.array(sizes.lengths(step.value, *cut)) for cut in (traffic.old, traffic.new))

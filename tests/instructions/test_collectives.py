@@ -37,9 +37,9 @@ from hapsynth.lower._collectives import LOWERINGS, BlockLowering
 from hapsynth.plan import Form
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import PRICES, ROUND, TWICE_ROUND, Price, PriceOfLevels, axis_links
-from hapsynth.search.cost.program_cost import conversion_cost, largest_share, shares_of
+from hapsynth.search.cost.program_cost import conversion_cost, largest_share, padded_bytes, shares_of
 from hapsynth.search.memory.collective_buffers import wires
-from hapsynth.search.memory.profile import MemoryProfile, padded_bytes
+from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.memory.xla_kernels import bundles
 
 SHAPE = (24, 8)

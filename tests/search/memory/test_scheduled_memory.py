@@ -28,8 +28,9 @@ from hapsynth.lower import Lowered
 from hapsynth.plan import Plan
 from hapsynth.search.analysis.fusion import FusionPlan
 from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.program_cost import padded_bytes
 from hapsynth.search.memory.merged_contractions import merge_contractions
-from hapsynth.search.memory.profile import held_at_peak, held_by, held_pinned, padded_bytes
+from hapsynth.search.memory.profile import held_at_peak, held_by, held_pinned
 from hapsynth.search.memory.xla_kernels import XlaKernels
 from hapsynth.search.memory.xla_schedule import Library, XlaSchedule
 
