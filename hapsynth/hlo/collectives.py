@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import count, zip_longest
 from math import prod
 
+import numpy as np
+
 from hapsynth.hlo.text import Instruction, Module, parse
 from hapsynth.hlo.work import nbytes
 
@@ -31,9 +33,10 @@ def is_collective(opcode: str) -> bool:
 @dataclass(frozen=True)
 class Collective:
     """One collective of XLA's. `operands`: types as "f32[1024]", with the layout where it is not row-major. `groups`:
-    which devices, or the pairs of a permute. `detail`: the dimensions, and the kernel where it is not the usual one.
-    `inside`: the loops and branches around it. `trips`: how often it runs, as far as XLA knows. `group`: devices in a
-    group. `asynchronous`: it has a start and an end, with room for other work between them."""
+    which devices, or the pairs of a permute, as the text has them, and `members`: by their places in the mesh.
+    `detail`: the dimensions, and the kernel where it is not the usual one. `inside`: the loops and branches around it.
+    `trips`: how often it runs, as far as XLA knows. `asynchronous`: it has a start and an end, with room for other work
+    between them."""
 
     op: str
     reduction: str
@@ -42,13 +45,18 @@ class Collective:
     detail: str
     inside: str
     trips: int
-    group: int
+    members: tuple[tuple[int, ...], ...]
     asynchronous: bool = False
 
     def __str__(self) -> str:
         """What two ends must agree on."""
         words = (self.op, self.reduction, " ".join(self.operands), self.groups, self.detail, self.inside)
         return " ".join(word for word in words if word)
+
+    @property
+    def group(self) -> int:
+        """Devices in a group."""
+        return max(map(len, self.members))
 
     @property
     def wire_bytes(self) -> float:
@@ -174,7 +182,7 @@ def _collective(module: Module, i: Instruction, types: Mapping[str, str], asynch
         detail=" ".join([*([f"dimensions={dimensions}"] if dimensions else []), *(s for s in said if s not in usual)]),
         inside="",
         trips=1,
-        group=_group_size(groups, module.devices),
+        members=_members(groups, module.devices),
         asynchronous=asynchronous,
     )
 
@@ -190,14 +198,25 @@ def _plain(type_text: str) -> str:
     return re.sub(r"\{([^}]*)\}", layout, type_text)
 
 
-def _group_size(groups: str, devices: int) -> int:
-    """Devices in a group of "{{0,1},{2,3}}", or of "[2,4]<=[8]", which are two of four, or along the last axis of
-    "mesh['x'=2,'y'=4] {'y'}"; without groups all that there are."""
-    if listed := re.match(r"\{\{([\d,]*)\}", groups):
-        return len(listed[1].split(","))
-    if rows := re.match(r"\[(\d+),(\d+)\]", groups):
-        return int(rows[2])
+def _members(groups: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """The devices of each group of "{{0,1},{2,3}}"; of "[2,4]<=[4,2]T(1,0)", two of four, the numbers of an array of
+    these lengths transposed; or along the axes named last in "mesh['x'=2,'y'=4] {'y'}". Without groups all are one."""
+    if listed := re.findall(r"\{(\d[\d,]*)\}", groups):
+        return tuple(tuple(map(int, group.split(","))) for group in listed)
+    if rows := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", groups):
+        count, size, lengths, order = rows.groups()
+        numbers = np.arange(int(count) * int(size)).reshape([*map(int, lengths.split(","))])
+        numbers = numbers.transpose([*map(int, order.split(","))]) if order else numbers
+        return _rows(numbers.reshape(int(count), int(size)))
     if named := re.match(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}", groups):
-        sizes = dict(re.findall(r"'([^']*)'=(\d+)", named[1]))
-        return prod(int(sizes.get(axis, 1)) for axis in re.findall(r"'([^']*)'", named[2]))
-    return devices
+        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", named[1])}
+        along = [axis for axis in re.findall(r"'([^']*)'", named[2]) if axis in sizes]
+        others = [axis for axis in sizes if axis not in along]
+        numbers = np.arange(prod(sizes.values())).reshape([*sizes.values()])
+        numbers = numbers.transpose([[*sizes].index(axis) for axis in (*others, *along)])
+        return _rows(numbers.reshape(-1, prod(sizes[axis] for axis in along)))
+    return (tuple(range(devices)),)
+
+
+def _rows(numbers: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, numbers.tolist()))

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
+import numpy as np
+import numpy.typing as npt
+
+from hapsynth.cluster.cluster import Cluster
 from hapsynth.hlo.collectives import Collective
-from hapsynth.search.cost.network import AxisLink, axis_links
+from hapsynth.search.cost.network import AxisLink, axis_links, devices_of, link_between, permute_per_byte
+
+Ints = npt.NDArray[np.int64]
 
 _STEPS = {
     "all-reduce": "all_reduce",
@@ -20,33 +25,54 @@ _STEPS = {
 
 @dataclass(frozen=True)
 class NetworkPrice:
-    """Seconds of XLA's collectives between the devices of a cluster, on a mesh of `axes` (name, size). One whose groups
-    are as large as several axes, or their parts within hosts or between them, is priced by the slowest of these; as
-    large as none, by all devices in a row."""
+    """Seconds of XLA's collectives between the devices of a cluster, on a mesh of `axes` (name, size): by what their
+    groups go over, or the pairs of a permute. A group along an axis whose collectives were measured takes what these
+    took."""
 
     cluster: Cluster
     axes: Sequence[tuple[str, int]]
 
     def __call__(self, one: Collective) -> float:
-        return max(self._along(link, one) for link in self._links.get(one.group, self._whole))
-
-    @cached_property
-    def _links(self) -> dict[int, list[AxisLink]]:
-        found: dict[int, list[AxisLink]] = {}
-        for link in axis_links(self.cluster, self.axes):
-            for one in (link, *(one for levels in link.levels.values() for one in (levels.inside, levels.between))):
-                found.setdefault(one.n, []).append(one)
-        return found
-
-    @cached_property
-    def _whole(self) -> list[AxisLink]:
-        return [*axis_links(self.cluster, ((DEFAULT_AXIS, self.cluster.n),))]
-
-    def _along(self, link: AxisLink, one: Collective) -> float:
-        step = _STEPS.get(one.op)
+        if one.op == "collective-permute":
+            return self._permuted(one)
+        link, step = self._between(one.members), _STEPS.get(one.op)
         if step is None:
-            # A permute, or a broadcast: one block from each.
+            # A broadcast: one block from each.
             return link.latency + one.held_bytes * link.beta
         blocks = step == "all_to_all"
         wire = link.wire_bytes(step, one.held_bytes / one.group) if blocks else one.wire_bytes / one.trips
         return link.seconds(step, wire)
+
+    def _permuted(self, one: Collective) -> float:
+        """One block from each that sends."""
+        senders, receivers = np.array(one.members).T
+        for link, line_of in zip(self._along, self._lines, strict=True):
+            if "reshare" in link.curves and (line_of[senders] == line_of[receivers]).all():
+                start, per_byte = link.permute
+                return start + one.held_bytes * per_byte
+        hosts = np.array(self.cluster.hosts)
+        per_byte = permute_per_byte(self.cluster, hosts[senders], hosts[receivers])
+        return self._between(one.members).latency + one.held_bytes * per_byte
+
+    def _between(self, groups: Sequence[Sequence[int]]) -> AxisLink:
+        key = frozenset(frozenset(group) for group in groups if len(group) > 1)
+        if key not in self._links:
+            self._links[key] = link_between(self.cluster, [sorted(group) for group in key])
+        return self._links[key]
+
+    @cached_property
+    def _links(self) -> dict[frozenset[frozenset[int]], AxisLink]:
+        """By the groups that go over them, at first those along the axes."""
+        groups = ([np.flatnonzero(line_of == line) for line in np.unique(line_of)] for line_of in self._lines)
+        keys = [frozenset(frozenset(line.tolist()) for line in lines) for lines in groups]
+        return dict(zip(keys, self._along, strict=True))
+
+    @cached_property
+    def _along(self) -> tuple[AxisLink, ...]:
+        return axis_links(self.cluster, self.axes)
+
+    @cached_property
+    def _lines(self) -> list[Ints]:
+        """Of each axis, which line along it a device is on [devices]."""
+        lengths = [n for _, n in self.axes]
+        return [devices_of(lengths, [b for b in range(len(lengths)) if b != a]) for a in range(len(lengths))]

@@ -425,24 +425,27 @@ def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisL
 
 def _shifts(cluster: Cluster, lines: Sequence[Sequence[int]]) -> tuple[float, ...]:
     """As of `AxisLink`. `lines`: the host of each position along an axis, for each of its groups."""
-    hosts, line = np.unique(np.array(lines), return_inverse=True)
-    line = line.reshape(len(lines), -1)
+    line = np.array(lines)
+    return tuple(permute_per_byte(cluster, line, np.roll(line, -away, axis=1)) for away in range(1, line.shape[1]))
+
+
+def permute_per_byte(cluster: Cluster, senders: np.ndarray, receivers: np.ndarray) -> float:
+    """Seconds per byte of a permute, in which these hosts send to these as much each [pairs], all at once."""
+    hosts, numbers = np.unique(np.array([senders, receivers]), return_inverse=True)
+    line, to = numbers.reshape(2, -1)
     inside = np.array([1.0 / cluster.inside(host).bandwidth for host in hosts.tolist()])
     out = np.array([1.0 / cluster.nic(host).bandwidth for host in hosts.tolist()])
-    found: list[float] = []
-    for away in range(1, line.shape[1]):
-        to = np.roll(line, -away, axis=1)
-        crosses = line != to
-        seconds = [float(inside[line[~crosses]].max(initial=0.0))]
-        ways, counts = np.unique(line[crosses] * hosts.size + to[crosses], return_counts=True)
-        by_host = np.zeros(hosts.size)
-        for way, count in zip(ways.tolist(), counts.tolist(), strict=True) if cluster.pairs else ():
-            if pair := _pair(cluster, *hosts[[*divmod(way, hosts.size)]].tolist()):
-                seconds.append(count / pair.link.bandwidth)
-                counts[ways == way] = 0
-        np.add.at(by_host, ways // hosts.size, counts)
-        found.append(max(*seconds, float((by_host * out).max(initial=0.0))))
-    return tuple(found)
+    crosses = line != to
+    seconds = [float(inside[line[~crosses]].max(initial=0.0))]
+    ways, counts = np.unique(line[crosses] * hosts.size + to[crosses], return_counts=True)
+    for way, count in zip(ways.tolist(), counts.tolist(), strict=True) if cluster.pairs else ():
+        if pair := _pair(cluster, *hosts[[*divmod(way, hosts.size)]].tolist()):
+            seconds.append(count / pair.link.bandwidth)
+            counts[ways == way] = 0
+    for ends in (ways // hosts.size, ways % hosts.size):
+        by_host = np.bincount(ends, counts, hosts.size)
+        seconds.append(float((by_host * out).max(initial=0.0)))
+    return max(seconds)
 
 
 def _levels(cluster: Cluster, lines: Sequence[Sequence[int]]) -> dict[Over, Levels]:
@@ -456,6 +459,11 @@ def _levels(cluster: Cluster, lines: Sequence[Sequence[int]]) -> dict[Over, Leve
         if len(parts) < sum(map(len, hosts)):
             found[over] = Levels(parts, link(parts), link(groups_between(parts)))
     return found
+
+
+def link_between(cluster: Cluster, groups: Sequence[Sequence[int]]) -> AxisLink:
+    """What groups of devices go over, all of which communicate at once."""
+    return _link(cluster, [[cluster.hosts[device] for device in group] for group in groups])
 
 
 def _link(cluster: Cluster, groups: Sequence[Sequence[int]]) -> AxisLink:

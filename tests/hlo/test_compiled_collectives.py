@@ -103,11 +103,28 @@ def test_what_runs_beside_the_program_on_a_gpu() -> None:
     assert str(reduce) == "all-reduce add f32[8] {{0,1},{2,3}}"
     assert str(scatter) == "reduce-scatter add f32[64,2]{0,1} [2,4]<=[8] dimensions={0}"
     assert [c.asynchronous for c in (reduce, scatter)] == [True, True]
+    assert [c.members for c in (reduce, scatter)] == [((0, 1), (2, 3)), ((0, 1, 2, 3), (4, 5, 6, 7))]
     assert [c.group for c in (reduce, scatter)] == [2, 4]
     waited = collectives_of(gpu(sync="true"))
     assert [c.asynchronous for c in waited] == [False, True]
     assert fingerprint(waited) == fingerprint(collectives_of(gpu()))
     assert fingerprint(waited) != fingerprint(collectives_of(gpu(strategy="KERNEL_STRATEGY_TRITON_ONE_SHOT")))
+
+
+@pytest.mark.parametrize(
+    ("groups", "members"),
+    [
+        ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("mesh['x'=2,'y'=2] {'y'}", ((0, 1), (2, 3))),
+        ("mesh['x'=2,'y'=2] {'x'}", ((0, 2), (1, 3))),
+        ("mesh['x'=2,'y'=2] {'x','y'}", ((0, 1, 2, 3),)),
+        ("{}", (tuple(range(8)),)),
+    ],
+)
+def test_groups_are_of_devices(groups: str, members: tuple[tuple[int, ...], ...]) -> None:
+    text = gpu().replace("HloModule jit_f,", "HloModule jit_f, num_partitions=8,")
+    reduce, _ = collectives_of(text.replace("{{0,1},{2,3}}", groups))
+    assert reduce.members == members
 
 
 @pytest.mark.parametrize("text", ["", "HloModule nothing", "ENTRY %main () -> f32[] {\n  %x = f32[] ???\n}\n"])

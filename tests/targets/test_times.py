@@ -10,6 +10,7 @@ from slow_devices import thin_cluster
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster, Link
+from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import known_kinds
 from hapsynth.hlo.collectives import Collective
 from hapsynth.instructions.staging.stages import Stage, split
@@ -20,8 +21,12 @@ from hapsynth.targets.times import branches_of, predicted
 FOUR = Cluster("four", (known_kinds()["V100-16GB"],) * 4, (0, 0, 1, 1), Link(1e9, 1e-5), Link(1e11, 1e-6))
 
 
-def collective(op: str, group: int = 4, held: int = 1024) -> Collective:
-    return Collective(op, "add", (f"f32[{held // 4}]",), "", "", "", 1, group)
+ALL = ((0, 1, 2, 3),)
+HOSTS, PLACES = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+
+
+def collective(op: str, members: tuple[tuple[int, ...], ...] = ALL, held: int = 1024) -> Collective:
+    return Collective(op, "add", (f"f32[{held // 4}]",), "", "", "", 1, members)
 
 
 @pytest.mark.parametrize(
@@ -33,17 +38,33 @@ def test_rings_cost_what_the_axis_does(op: str, wire: float) -> None:
     price = NetworkPrice(FOUR, [("d", 4)])
     assert price(collective(op)) == pytest.approx(link.seconds(op.replace("-", "_"), wire))
     assert price(collective("all-to-all")) == pytest.approx(link.seconds("all_to_all", link.swapped * 256))
-    assert price(collective("collective-permute")) == pytest.approx(link.latency + 1024 * link.beta)
 
 
-def test_a_group_is_priced_by_the_axis_that_is_as_long() -> None:
-    axes = [("hosts", 2), ("inside", 2)]
-    slow, fast = axis_links(FOUR, axes)
-    assert slow.beta > fast.beta
-    # Both axes are two long: the slower one.
-    assert NetworkPrice(FOUR, axes)(collective("all-gather", 2)) == pytest.approx(slow.seconds("all_gather", 1024))
-    whole = NetworkPrice(FOUR, [("d", 4)])(collective("all-gather"))
-    assert NetworkPrice(FOUR, axes)(collective("all-gather", 4)) == pytest.approx(whole)
+@pytest.mark.parametrize("axes", [[("d", 4)], [("hosts", 2), ("inside", 2)], [("inside", 2), ("hosts", 2)]])
+def test_groups_are_priced_by_what_they_go_over(axes: list[tuple[str, int]]) -> None:
+    price = NetworkPrice(FOUR, axes)
+    slow, fast = axis_links(FOUR, [("hosts", 2), ("inside", 2)])
+    assert (slow.beta, fast.beta) == (2e-9, 1e-11)
+    assert price(collective("all-gather", PLACES)) == pytest.approx(slow.seconds("all_gather", 1024))
+    # In another order, and with devices that have nobody.
+    assert price(collective("all-gather", PLACES[::-1])) == price(collective("all-gather", PLACES))
+    assert price(collective("all-reduce", ((0, 2), (1,), (3,)))) < price(collective("all-reduce", PLACES))
+    assert price(collective("all-gather", HOSTS)) == pytest.approx(fast.seconds("all_gather", 1024))
+    whole = axis_links(FOUR, [("d", 4)])[0].seconds("all_gather", 3072)
+    assert price(collective("all-gather")) == pytest.approx(whole)
+
+
+def test_a_permute_takes_what_its_pairs_cross() -> None:
+    price = NetworkPrice(FOUR, [("d", 4)])
+    each = {
+        pairs: price(collective("collective-permute", pairs)) for pairs in (HOSTS, PLACES, ((0, 2),), ((2, 0), (3, 0)))
+    }
+    assert each[HOSTS] == pytest.approx(1e-6 + 1024 * 1e-11)
+    # A host has one link for all of its devices.
+    assert each[PLACES] == each[(2, 0), (3, 0)] == pytest.approx(1e-5 + 2 * 1024 * 1e-9)
+    assert each[(0, 2),] == pytest.approx(1e-5 + 1024 * 1e-9)
+    measured = replace(FOUR, collectives={"hap": {"reshare": Curve(((0.0, 1e-3), (1024.0, 3e-3)))}})
+    assert NetworkPrice(measured, [("hap", 4)])(collective("collective-permute", HOSTS)) == pytest.approx(3e-3)
 
 
 def step(w: jax.Array, x: jax.Array) -> jax.Array:
