@@ -2,10 +2,10 @@
 
     pip install -e '.[aot12]' optax flax equinox     # or '.[aot13]', in an environment of its own
     python benchmarks/compile_targets.py [--models mlp,...] [--forms switch,staged,jit] [--targets V100-16GB,...]
-                                         [--gbits 400] [--rows FILE] [--hlo FOLDER] [--json OUT]
+                                         [--gbits 400] [--per-host 2] [--rows FILE] [--hlo FOLDER] [--json OUT]
 
 Models: the examples at their own size, planned for `mixed8`; wide ones (width 1024, 4 layers), for two V100 and two
-H100 at `--gbits`, as a bfloat16 GPT; and six of tests/zoo, cut 3:3:1:1 as if the devices were so slow that even they
+H100 at `--gbits`, each a host by itself or `--per-host` of them joined at 150 GB/s, as a bfloat16 GPT; and six of tests/zoo, cut 3:3:1:1 as if the devices were so slow that even they
 are worth dividing, on the same four cards. Forms: those of `hapsynth compile`; `jit` is `jax.jit` of the same step with
 batches cut evenly, as JAX compiles it, `jit_lhs` with XLA's latency-hiding scheduler.
 
@@ -67,8 +67,8 @@ def built(model: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, A
     return fn, args, {}
 
 
-def planned(model: str, path: Path, overlap: bool, gbits: float) -> None:
-    """A model's plan as a file. `gbits`: of the wide ones' link."""
+def planned(model: str, path: Path, overlap: bool, gbits: float, per_host: int) -> None:
+    """A model's plan as a file. `gbits`: of the wide ones' link between hosts of so many cards."""
     import hapsynth
     from hapsynth.cluster.cluster import Cluster, Link
     from hapsynth.cluster.device_kinds import known_kinds
@@ -76,12 +76,13 @@ def planned(model: str, path: Path, overlap: bool, gbits: float) -> None:
 
     fn, args, _ = built(model)
     kinds = [known_kinds()[name] for name in ("H100-80GB", "V100-16GB") for _ in range(2)]
-    four = Cluster("four", tuple(kinds), (0, 1, 2, 3), Link(gbits * 1e9 / 8, 10e-6))
+    hosts, inside = tuple(n // per_host for n in range(4)), Link(150e9, 5e-6) if per_host > 1 else None
+    four = Cluster("four", tuple(kinds), hosts, Link(gbits * 1e9 / 8, 10e-6), inside)
     if model in ("mlp", "transformer", "cnn"):
         plan = hapsynth.synthesize(fn, args, cluster("mixed8"), overlap=overlap)
     elif model in ZOO:
         slow = replace(four, devices=tuple(_slow(kind, 3.0 if n < 2 else 1.0) for n, kind in enumerate(kinds)))
-        slow = replace(slow, network=Link(1e12, 1e-10))
+        slow = replace(slow, network=Link(1e12, 1e-10), intra=None)
         plan = hapsynth.synthesize(fn, args, slow, leave_out=False, overlap=overlap)
     else:
         plan = hapsynth.synthesize(fn, args, four, leave_out=False, overlap=overlap)
@@ -255,13 +256,14 @@ def main() -> None:
         "--overlap", action="store_true", help="plans of the least makespan, collectives beside computing"
     )
     command.add_argument("--gbits", type=float, default=400, help="the link of the wide models' cluster, Gbit/s")
+    command.add_argument("--per-host", type=int, choices=(1, 2), default=1, help="cards in a host there")
     command.add_argument("--plans", type=Path, help="a folder in which plans are kept")
     command.add_argument("--rows", type=Path, help="a file that has a row a line")
     command.add_argument("--hlo", type=Path, help="a folder for the compiled programs")
     options = command.parse_args()
     if row := options.row:
         if "plan" in row:
-            planned(row["plan"], Path(row["path"]), options.overlap, options.gbits)
+            planned(row["plan"], Path(row["path"]), options.overlap, options.gbits, options.per_host)
             print("{}")
         else:
             print(json.dumps(one(row["model"], row["form"], row["target"], Path(row["plans"]), options.hlo)))
