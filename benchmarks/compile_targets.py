@@ -5,9 +5,10 @@
                                          [--gbits 400] [--per-host 2] [--rows FILE] [--hlo FOLDER] [--json OUT]
 
 Models: the examples at their own size, planned for `mixed8`; wide ones (width 1024, 4 layers), for two V100 and two
-H100 at `--gbits`, each a host by itself or `--per-host` of them joined at 150 GB/s, as a bfloat16 GPT; and six of tests/zoo, cut 3:3:1:1 as if the devices were so slow that even they
-are worth dividing, on the same four cards. Forms: those of `hapsynth compile`; `jit` is `jax.jit` of the same step with
-batches cut evenly, as JAX compiles it, `jit_lhs` with XLA's latency-hiding scheduler.
+H100 at `--gbits`, each a host by itself or `--per-host` of them joined at 150 GB/s, as a bfloat16 GPT; and six of
+tests/zoo, cut 3:3:1:1 as if the devices were so slow that even they are worth dividing, on the same four cards. Forms:
+those of `hapsynth compile`; `jit` is `jax.jit` of the same step with batches cut evenly, as JAX compiles it, `jit_lhs`
+with XLA's latency-hiding scheduler.
 
 One row for each model, form and card: `fingerprint` of the collectives; how many, and how many are asynchronous; of a
 call on the card, replayed by the plan's own times, `hidden`, the share of the bytes on the wire that is hidden behind
