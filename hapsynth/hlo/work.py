@@ -28,6 +28,8 @@ _NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float6
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape")
+_REORDERED = ("transpose", "copy")
+"""Views within a kernel: of what it slices then it reads the slice."""
 _COMPUTES_NOTHING = FREE | {*_SLICES, *_VIEWS} | {"broadcast", "iota", "copy", "transpose", "concatenate", "pad"}
 _CONVOLUTION = re.compile(r"([a-z0-9]+)_([a-z0-9]+)->")
 
@@ -170,12 +172,12 @@ class Computation:
         return [*root.operands] if root.opcode == "tuple" else [root.name]
 
     def read(self, name: str) -> float:
-        """Bytes that are read of a parameter, or of a view of it."""
+        """Bytes that are read of a parameter, or of a view of it, in whatever order."""
         whole, parts = nbytes(self.type(name)), 0.0
         for user in self.users.get(name, ()):
             if user.opcode in _SLICES and user.operands[0] == name:
                 parts += nbytes(user.type)
-            elif user.opcode in _VIEWS:
+            elif user.opcode in (*_VIEWS, *_REORDERED) and user.name not in self.results:
                 parts += self.read(user.name)
             elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
                 return whole

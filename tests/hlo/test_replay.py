@@ -186,6 +186,27 @@ def test_of_what_is_only_sliced_or_updated_the_part_is_moved() -> None:
     assert nbytes("(f32[2,3]{1,0}, pred[4], bf16[])") == 24 + 4 + 2
 
 
+@pytest.mark.parametrize(
+    ("root", "moved"), [("slice(%turned), slice={[0:4], [0:2]}", 32 + 32), ("copy(%turned)", 256 + 256)]
+)
+def test_a_kernel_reads_what_it_slices_in_whatever_order(root: str, moved: float) -> None:
+    shape = "f32[4,2]{1,0}" if "slice" in root else "f32[4,16]{1,0}"
+    head = f"""%inner (p: f32[64]) -> {shape} {{
+  %p = f32[64]{{0}} parameter(0)
+  %apart = f32[2,2,16]{{2,1,0}} bitcast(%p)
+  %across = f32[2,2,16]{{2,1,0}} transpose(%apart), dimensions={{1,0,2}}
+  %turned = f32[4,16]{{1,0}} bitcast(%across)
+  ROOT %r = {shape} {root}
+}}
+"""
+    module = parse(
+        f"{head}\nENTRY %main (p: f32[64]) -> {shape} {{\n  %p = f32[64]{{0}} parameter(0)\n\
+  ROOT %f = {shape} fusion(%p), kind=kLoop, calls=%inner\n}}\n"
+    )
+    last = module.computations[module.entry][-1]
+    assert Computation(module, module.entry).work(last).nbytes == moved
+
+
 def test_prices_are_asked_for_each_run_of_a_collective() -> None:
     asked: list[Collective] = []
 
