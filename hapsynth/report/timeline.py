@@ -11,7 +11,7 @@ from hapsynth._quantities import indices, percent, plural, seconds
 from hapsynth.plan import Plan
 from hapsynth.report.tables import heading, table
 from hapsynth.running.names import Names
-from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine
+from hapsynth.search.scheduling.tasks import Machine
 from hapsynth.search.scheduling.timeline import Timeline
 from hapsynth.search.scheduling.waits import waits
 from hapsynth.view.step import BOTH, COMPUTES, SENDS, Lane, Step
@@ -27,7 +27,7 @@ def hidden(communication_s: float, exposed_s: float) -> str:
 
 
 def print_timeline(out: Console, plan: Plan, top: int) -> None:
-    """The bars of devices and links, what each device does in all, the `top` longest waits, and the contention."""
+    """The bars, what each device does in all, the `top` longest waits, and the contention."""
     timeline = plan.timeline
     tasks, machine = timeline.tasks, np.array(timeline.tasks.machine, dtype=np.int64)
     devices = np.array(plan.devices)
@@ -69,28 +69,27 @@ def _print_waits(out: Console, plan: Plan, timeline: Timeline, names: Sequence[s
     for task in order[:top]:
         places, group = tasks.instructions[task], int(found[task].argmax())
         made = label.instruction(plan.program.instructions[places[0]]) if places else "an argument"
-        if tasks.machine[task] in LINKS and len(places) > 1:
+        is_sent = tasks.machine[task] is Machine.LINK
+        if is_sent and len(places) > 1:
             made += f", with {len(places) - 1} more"
-        on = LINK_NAMES.get(tasks.machine[task], "loop or branch")
+        what = "collective" if is_sent else "loop or branch"
         times = (timeline.start[task, group], timeline.end[task, group], found[task][group])
-        rows.append([made, on, *map(seconds, times), names[group]])
+        rows.append([made, what, *map(seconds, times), names[group]])
     if len(order) > top:
         left = max(float(sum(found[task][g] for task in order[top:])) for g in range(len(names)))
         rows.append([plural(len(order) - top, "shorter wait"), "", "", "", seconds(left), "at most"])
     if rows:
         out.print(heading("The longest waits"))
-        out.print(table(["for", "on", "begins", "ends", "exposed", "on devices"], rows, left=2))
+        out.print(table(["for", "which is a", "begins", "ends", "exposed", "on devices"], rows, left=2))
 
 
 def print_step(out: Console, step: Step, top: int) -> None:
-    """A bar for each of the first `top` groups of devices that do the same, and for each link."""
+    """A bar for each of the first `top` groups of devices that do the same, and one for collectives."""
     devices = [lane for lane in step.lanes if lane.devices]
     lanes = [*devices[:top], *(lane for lane in step.lanes if not lane.devices)]
     wide = max((len(lane.name) for lane in lanes), default=0)
     columns = max(min(_COLUMNS, out.width - wide - 2), 1)
-    out.print(
-        heading("Timeline, predicted: devices compute (#) or wait (.), links send (=), loops and branches do both (@)")
-    )
+    out.print(heading("Timeline, predicted: devices compute (#) or wait (.), collectives (=), loops and branches (@)"))
     for lane in lanes:
         busy, idle = ("#", ".") if lane.devices else ("=", " ")
         out.print(f"{lane.name:{wide}}  {_bar(lane, step.makespan_s, columns, busy, idle)}")

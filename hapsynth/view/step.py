@@ -21,10 +21,11 @@ from hapsynth.search.cost.model import Floats
 from hapsynth.search.cost.program_cost import instruction_costs, load_seconds, shares
 from hapsynth.search.cost.program_index import ProgramIndex
 from hapsynth.search.memory.profile import MemoryProfile
-from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine
+from hapsynth.search.scheduling.tasks import Machine
 
 COMPUTES, SENDS, BOTH = "computes", "sends", "both"
-"""What a device or link does in a bar; `both` in a loop or branch that sends, in which nothing is told apart."""
+"""What goes on in a bar; `both` in a loop or branch that sends, in which nothing is told apart."""
+_SENT = "collectives"
 
 
 class Bar(NamedTuple):
@@ -38,7 +39,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """What some devices that do the same, or a link (no devices), do, in order."""
+    """What some devices that do the same do in order, or all collectives (no devices)."""
 
     name: str
     devices: tuple[int, ...]
@@ -52,8 +53,8 @@ class Lane:
 class Step:
     """The predicted step of a plan.
 
-    `lanes`: of groups of devices that do the same, then of links. `begins`: of each instruction, when the first device
-    begins it. `seconds`: of each, how long it takes the device that takes longest.
+    `lanes`: of groups of devices that do the same, then of collectives. `begins`: of each instruction, when the first
+    device begins it. `seconds`: of each, how long it takes the device that takes longest.
     """
 
     def __init__(self, plan: Planned) -> None:
@@ -70,14 +71,8 @@ class Step:
     @property
     def communication_s(self) -> float:
         """Seconds in which something is sent."""
-        sent = sorted(
-            {(b.start, b.end) for lane in self.lanes if not lane.devices for b in lane.bars if b.does == SENDS}
-        )
-        total, until = 0.0, 0.0
-        for start, end in sent:
-            total += max(end - max(start, until), 0.0)
-            until = max(until, end)
-        return total
+        sent = [bar for lane in self.lanes if not lane.devices for bar in lane.bars if bar.does == SENDS]
+        return sum(bar.end - bar.start for bar in sent)
 
     def _names(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for group in self.groups:
@@ -101,15 +96,14 @@ class Step:
             return tuple(Bar(start[k], end[k], does(k), places[k]) for k in ran)
 
         lanes = [Lane(name, devices, bars(g, Machine.COMPUTE)) for g, (name, devices) in enumerate(self._names())]
-        used = [link for link in LINKS if link in machine]
-        return lanes + [Lane(LINK_NAMES[link], (), bars(0, link)) for link in used]
+        return [*lanes, Lane(_SENT, (), bars(0, Machine.LINK))] if Machine.LINK in machine else lanes
 
     def _in_sequence(self) -> list[Lane]:
         plan, costs, first = self.plan, self.costs, [group[0] for group in self.groups]
         index = ProgramIndex.of(plan.program, plan.sizes.classes, costs)
         loads = load_seconds(index, plan.sizes)
         computed: list[list[Bar]] = [[] for _ in first]
-        sent: dict[Machine, list[Bar]] = {link: [] for link in LINKS}
+        sent: list[Bar] = []
         now = 0.0
 
         def compute(seconds: Floats, instructions: tuple[int, ...]) -> None:
@@ -126,8 +120,7 @@ class Step:
             self.begins[k], self.seconds[k] = now, cost.seconds
             i = cost.instruction
             if isinstance(i, Convert) and i.is_collective:
-                link = Machine.NETWORK if costs.links[i.axis].crosses_hosts else Machine.INTRA
-                sent[link].append(Bar(now, now + cost.seconds, SENDS, (k,)))
+                sent.append(Bar(now, now + cost.seconds, SENDS, (k,)))
             elif isinstance(i, Convert):
                 compute(np.full(costs.n, cost.seconds), (k,))
             else:
@@ -136,7 +129,7 @@ class Step:
                 compute(seconds + max(cost.seconds - float(seconds.max()), 0.0), (k,))
             now += cost.seconds
         lanes = [Lane(name, devices, tuple(computed[g])) for g, (name, devices) in enumerate(self._names())]
-        return lanes + [Lane(LINK_NAMES[link], (), tuple(bars)) for link, bars in sent.items() if bars]
+        return [*lanes, Lane(_SENT, (), tuple(sent))] if sent else lanes
 
     @cached_property
     def memory(self) -> tuple[list[float], Floats]:

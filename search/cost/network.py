@@ -60,7 +60,7 @@ class AxisLink:
 
     `latency`: seconds of a message over the slowest link. `beta`: seconds per byte that a ring of each group passes on,
     where groups share a host's link that of all of them. `swapped`: how many blocks of an all-to-all cross the slowest
-    link, in units of what `beta` counts. `crosses_hosts`: whether some group has devices on several hosts. `ring_s`:
+    link, in units of what `beta` counts. `ring_s`:
     seconds of a message around a ring, from one device through all others; `tree_s`: up a tree, a chain inside hosts
     and binary between them; `direct_s`: of messages from one device to each other, one after the other. `slowest`: the
     link with the most to send for its bandwidth. `curves`: seconds by wire bytes of the collectives that were
@@ -73,7 +73,6 @@ class AxisLink:
     latency: float
     beta: float
     swapped: float
-    crosses_hosts: bool
     ring_s: float
     tree_s: float
     direct_s: float
@@ -492,7 +491,6 @@ def _link(cluster: Cluster, groups: Sequence[Sequence[int]]) -> AxisLink:
         max(path.message_s for path in paths),
         max(over_network, inside_host),
         max(used) if rings else n - 1,
-        bool(rings),
         max(path.ring_s for path in paths),
         max(path.tree_s for path in paths),
         max(path.direct_s for path in paths),

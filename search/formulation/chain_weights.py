@@ -16,7 +16,7 @@ from hapsynth.instructions.layout import cuts_of
 from hapsynth.search.analysis.reachability import Mask
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.cost.work import Work
-from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy
+from hapsynth.search.formulation.chains import SENT, Chain, ChainSpace, Occupancy
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, RequiredLayouts
 from hapsynth.search.formulation.deferral import SentAfter
 from hapsynth.search.formulation.problem_builder import NO_SIZES, ProblemBuilder
@@ -32,7 +32,6 @@ class ChainCosts:
     def __init__(self, builder: ProblemBuilder, space: ChainSpace, devices: Ints) -> None:
         self.builder, self.space, self.devices = builder, space, devices
         self.graph, self.structure, self.costs = builder.graph, builder.structure, builder.costs
-        self.links = space.resources.links
         self.plain = builder.plain_outputs()
         self.ways = [builder.conversions(v) for v in range(len(self.graph.values))]
 
@@ -71,8 +70,8 @@ class ChainCosts:
 
     @cached_property
     def sent_after(self) -> SentAfter:
-        """What deferrable ops send after themselves on the first link."""
-        return SentAfter(self.space.deferral, self.builder, partial(self.steps, inside=False), self.links[0])
+        """What deferrable ops send after themselves."""
+        return SentAfter(self.space.deferral, self.builder, partial(self.steps, inside=False))
 
     @cached_property
     def deferred_seconds(self) -> dict[int, Floats]:
@@ -123,7 +122,7 @@ class ChainCosts:
         return found
 
     def steps(self, value: int, inside: bool) -> Mapping[tuple[int, int], float]:
-        """Seconds that each single step takes of its link at least. `inside`: in a loop or branch; elsewhere it may be
+        """Seconds that each single step takes of the link at least. `inside`: in a loop or branch; elsewhere it may be
         one of a bundle, of which each pays the least per byte (`CostModel.least_in_bundle`)."""
         ways, least = self.ways[value], self.builder.least_step_time
         if inside:
@@ -138,8 +137,7 @@ class ChainCosts:
         ways = self.ways[value]
 
         def make() -> Floats:
-            single = self.steps(value, inside)
-            return self._counted(np.stack([ways.along(axes, single) for axes in self.links], axis=-1))
+            return self._counted(ways.along(self.steps(value, inside)))
 
         return self.builder.once(("along", ways, inside), make)
 
@@ -150,31 +148,29 @@ class ChainCosts:
 
         def make() -> tuple[Floats, Ints, Floats]:
             single, (_, tensors) = self.steps(value, inside), self.builder.offers(value, options)
-            before = np.zeros((*tensors.shape, len(self.links)))
-            total = np.zeros((len(options), len(self.links)))
+            before, total = np.zeros(tensors.shape), np.zeros(len(options))
             number = ways.layouts.number
             for n, option in enumerate(options):
                 seconds, hops = ways.reached(number[option.computed], [number[t] for t in option.targets])
                 total[n] = 0.0 if np.isfinite(seconds) else np.inf
-                so_far = {number[option.computed]: np.zeros(len(self.links))}
-                for a, b, axis in hops:
-                    hop = np.array([single[a, b] if axis in axes else 0.0 for axes in self.links])
-                    so_far[b] = so_far[a] + hop
-                    total[n] += hop
+                so_far = {number[option.computed]: 0.0}
+                for a, b, _ in hops:
+                    so_far[b] = so_far[a] + single[a, b]
+                    total[n] += single[a, b]
                 before[n] = [so_far[t] for t in tensors[n].tolist()]
             return self._counted(total), tensors, self._counted(before)
 
         return self.builder.once(("chain offers", ways, options, inside), make)
 
     def _counted(self, seconds: Floats) -> Floats:
-        """Seconds on links, where they count; infinite where some are."""
-        finite = np.isfinite(seconds).all(axis=-1, keepdims=True)
-        return np.where(finite, np.where(finite, seconds, 0.0) @ self.space.resources.counted, np.inf)
+        """Seconds on the link, where they count [..., columns]; infinite where they are."""
+        finite = np.isfinite(seconds)[..., None]
+        return np.where(finite, np.where(finite, seconds[..., None], 0.0) * self.space.resources.counted, np.inf)
 
     def occupancy(self, assignment: Sequence[int]) -> Occupancy:
         """What an assignment's program takes."""
         st, graph, kinds = self.structure, self.graph, len(self.costs.kinds)
-        states, columns = st.listed, self.space.resources.counted.shape[1]
+        states, columns = st.listed, self.space.resources.counted.size
         triple = np.array([states[v][0][assignment[v]] for v in st.op_variable], dtype=np.int64)
         option = [states[v][1][assignment[v]] for v in st.value_variable]
         (of_ops, op_begin), (offered, value_begin) = self._op_rows, self._offered
@@ -215,7 +211,7 @@ class ChainCosts:
         """Seconds of the shared conversions of all values' options, where they count, and where each value's begin."""
         st = self.structure
         every = [self.offers(value, st.choices[v].options)[0] for value, v in enumerate(st.value_variable)]
-        return _stacked(every, self.space.resources.counted.shape[1])
+        return _stacked(every, self.space.resources.counted.size)
 
     @cached_property
     def _known_rows(self) -> list[tuple[Row, Row]]:
@@ -318,13 +314,14 @@ class WeightedBuilder(ProblemBuilder):
         self.chain_costs, self.allowed = chain_costs, allowed or {}
         self._own: dict[object, Floats] = {}
         space = chain_costs.space
-        kinds, links = space.resources.kinds, len(space.resources.links)
+        kinds = space.resources.kinds
         places = [chain.places for chain in chains]
         each = np.repeat(weights, [at.size for at in places])
         on_each = np.bincount(np.concatenate(places), each, minlength=space.place_count)
         found = space.by_field(np.asarray(on_each, dtype=np.float64))
         for name, rows in found.items():
-            streams = {"ops": slice(kinds), "deferred": slice(None), "fed": slice(kinds)}.get(name, slice(links, None))
+            of_ops = {"ops": slice(kinds), "deferred": slice(None), "fed": slice(kinds)}
+            streams = of_ops.get(name, slice(SENT + 1, None))
             by_kind = rows[:, streams].reshape(len(rows), -1, kinds)
             rows[:, streams] = chain_costs.on_streams(by_kind).reshape(len(rows), -1)
         weights_of = {name: np.round(rows, 12) for name, rows in found.items()}

@@ -1,16 +1,14 @@
 """Lower bounds on the makespan of every program that a choice space has, each linear in what its choices cost.
 
-A chain is a sequence of sets of instructions, each on one resource: the compute stream of a device, or a link. Every
+A chain is a sequence of sets of instructions, each on one resource: the compute stream of a device, or the link. Every
 instruction of a set waits for all of the set before it, so the seconds of all sets add up, in whatever order a program
 runs. The sets are told by ops of the source graph that lie between them (`cuts`): what these depend on comes before,
 what depends on them comes after. A chain of one set holds all that its resource ever does, and what loops and branches
 take, beside which nothing runs.
 
-A device computes more slowly while a collective runs. Where all links of a chain are the first one, everything sent on
-it counts: in a set on the link if it is of that, else by the part by which it slows computing down, as it is sent while
-some set on the stream runs, which takes that much longer, or beside a set on the link, after one another. With other
-links it is what is sent while a set on the stream runs at any rate: what waits for the set's beginning and what its end
-waits for.
+A device computes more slowly while a collective runs. So everything sent counts: in a set on the link if it is of
+that, else by the part by which it slows computing down, as it is sent while some set on the stream runs, which takes
+that much longer, or beside a set on the link, after one another.
 
 A conversion that several uses share need not precede each of them. It counts in a set that some of these uses lie
 outside of only as far as one use of the set takes what comes out of it.
@@ -36,6 +34,8 @@ from hapsynth.search.solver import Ints
 Columns = npt.NDArray[np.integer]
 """One per row of a field of `Occupancy`, or -1."""
 _NOWHERE = -1
+SENT = 0
+"""The column of seconds on the link; the others are those of the kinds' streams, as `Resources.counted` has them."""
 _LINK, _STREAM, _LAST_ON_STREAM, _BEFORE_JOIN = range(4)
 _LONGEST = 32
 """Ops, and conversions, of a program, by which ops are classes of which one is a cut: by twice or eight times as many
@@ -45,23 +45,23 @@ no chain of BERT with 12 layers is longer."""
 @dataclass(frozen=True, eq=False)
 class Resources:
     """`slowdowns`: of each kind of device, how many times as long it computes beside a collective; each has a compute
-    stream, that of one device. `links`: per link the mesh axes whose collectives go over it. A resource's number
-    is a kind's, then a link's."""
+    stream, that of one device. A resource's number is a kind's, then the link's."""
 
     slowdowns: tuple[float, ...]
-    links: tuple[tuple[int, ...], ...]
 
     @property
     def kinds(self) -> int:
         return len(self.slowdowns)
 
+    @property
+    def link(self) -> int:
+        return self.kinds
+
     @cached_property
     def counted(self) -> Floats:
-        """Seconds on each link -> where they count [links, links + kinds]: on that link; and, as far as what is sent
-        on the first one slows it down, on each kind's stream."""
-        slower = np.zeros((len(self.links), self.kinds))
-        slower[:1] = 1 - 1 / np.array(self.slowdowns)
-        return np.concatenate([np.eye(len(self.links)), slower], axis=1)
+        """Of a second on the link, how much counts there and, as it slows them down, on each kind's stream [1 +
+        kinds]."""
+        return np.array([1.0, *(1 - 1 / slowdown for slowdown in self.slowdowns)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ class ChainSpace:
     @cached_property
     def alone(self) -> tuple[Chain, ...]:
         """The chain of each resource with all that it does."""
-        return tuple(self._alone(r) for r in range(self.resources.kinds + len(self.resources.links)))
+        return tuple(self._alone(r) for r in range(self.resources.kinds + 1))
 
     def _alone(self, resource: int) -> Chain:
         """Loops, branches and fed arguments count only here."""
@@ -149,17 +149,16 @@ class ChainSpace:
             self.places("ops", np.where(self.in_block, kinds, kind)),
             *(self.places(name, at) for name, at in (("uses", uses), ("values", values), ("ends", values))),
             self.places("fed", np.array([kind])),
+            self.places("uses", np.where(self.uses_in_block, SENT, _NOWHERE)),
+            self.places("values", np.where(self.values_in_block, SENT, _NOWHERE)),
         ]
-        for link in range(len(self.resources.links)):
-            places.append(self.places("uses", np.where(self.uses_in_block, link, _NOWHERE)))
-            places.append(self.places("values", np.where(self.values_in_block, link, _NOWHERE)))
         return Chain((resource,), np.concatenate(places), resource)
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of each field of `Occupancy`."""
         ops, uses, values = self.in_block.size, self.use_value.size, self.made_by.size
-        kinds, columns = self.resources.kinds, self.resources.counted.shape[1]
+        kinds, columns = self.resources.kinds, self.resources.counted.size
         counted = {"uses": uses, "shared": uses, "values": values, "ends": values}
         conversions = {name: (rows, columns) for name, rows in counted.items()}
         return {"ops": (ops, kinds + 1), "deferred": (ops, 2 * kinds), **conversions, "fed": (1, kinds + 1)}
@@ -192,12 +191,11 @@ class ChainSpace:
         return np.concatenate([np.repeat(of[name], width) for name, (_, width) in self._shapes.items()])
 
     def _column(self, resource: int) -> int:
-        """Where what is sent counts, of `Resources.counted`."""
-        kinds, links = self.resources.kinds, len(self.resources.links)
-        return links + resource if resource < kinds else resource - kinds
+        """Where what is sent counts."""
+        return SENT if resource == self.resources.link else 1 + resource
 
     def chain(self, cuts: Sequence[int], resources: Sequence[int], taken: Occupancy | None = None) -> Chain:
-        """The chain with ops as cuts between its sets, in turn on one kind's stream and on some link. A cut is
+        """The chain with ops as cuts between its sets, in turn on one kind's stream and on the link. A cut is
         the last op of the set before it, or the first of the set after it: of the one that is on the stream. Of the
         uses of a set that may take what a shared conversion makes, the one that counts is the one for which that takes
         the longest in a program."""
@@ -263,10 +261,9 @@ class ChainSpace:
         return ops[possible].tolist()
 
     def _slowing(self, resources: Sequence[int]) -> int | None:
-        """The column in which everything counts that is not in a set on a link; None where there is no such column."""
-        kinds = self.resources.kinds
-        streams, links = {r for r in resources if r < kinds}, {r for r in resources if r >= kinds}
-        return self._column(*streams) if len(streams) == 1 and links <= {kinds} else None
+        """The column in which everything counts that is not in a set on the link; None where there is none."""
+        streams = {*resources} - {self.resources.link}
+        return self._column(*streams) if len(streams) == 1 else None
 
     @cached_property
     def _outputs(self) -> list[int]:
@@ -280,10 +277,9 @@ class ChainSpace:
         return (ops >= 0) & mask[ops]
 
     def sent_of_each(self, taken: Occupancy) -> Floats:
-        """Seconds that links take for each value [values]."""
-        links = slice(len(self.resources.links))
-        by_use = np.bincount(self.use_value, taken.uses[:, links].sum(axis=1), minlength=self.made_by.size)
-        return by_use + (taken.values + taken.ends)[:, links].sum(axis=1)
+        """Seconds on the link for each value [values]."""
+        by_use = np.bincount(self.use_value, taken.uses[:, SENT], minlength=self.made_by.size)
+        return by_use + (taken.values + taken.ends)[:, SENT]
 
     def _representatives(self, taken: Occupancy, hops: _Traffic) -> list[int]:
         """One op of each class outside of loops and branches, the one with the most work among its ancestors and
@@ -309,87 +305,76 @@ class ChainSpace:
         return self.reach.related(np.where(self.in_block, 0.0, self._seconds))
 
     def longest(self, taken: Occupancy, cuts: Sequence[int] | None = None) -> list[Chain]:
-        """Per kind of device, the longest chain of a program with sets on the first link, and on any, by dynamic
-        programming, with cuts among some ops, by default one of each class (`_representatives`)."""
+        """Per kind of device, the longest chain of a program, by dynamic programming, with cuts among some ops, by
+        default one of each class (`_representatives`)."""
         hops = _Traffic(self, taken)
         among = self._representatives(taken, hops) if cuts is None else [op for op in cuts if not self.in_block[op]]
         if not among:
             return []
         every = _Cuts.of(among, self.reach, hops)
-        links = len(self.resources.links)
-        return [
-            self._longest(taken, every, kind, range(among), hops.seconds)
-            for kind in range(self.resources.kinds)
-            for among in sorted({1, links})
-        ]
+        return [self._longest(taken, every, kind, hops.seconds) for kind in range(self.resources.kinds)]
 
-    def _longest(self, taken: Occupancy, cuts: _Cuts, kind: int, links: range, hops: Floats) -> Chain:
-        """With sets on some links. `hops`: the seconds of each [hops, columns]."""
+    def _longest(self, taken: Occupancy, cuts: _Cuts, kind: int, hops: Floats) -> Chain:
+        """`hops`: the seconds of each [hops, columns]."""
         among, before, after, since, until = cuts
-        kinds, compute = self.resources.kinds, np.where(self.in_block, 0.0, taken.ops[:, kind])
-        slower = hops[:, self._column(kind)]
-        if len(links) == 1:
-            # Whatever is sent slows computing down: a set on the link counts the rest of it.
-            hops, slower = hops - slower[:, None], np.zeros_like(slower)
+        link, kinds = self.resources.link, self.resources.kinds
+        compute = np.where(self.in_block, 0.0, taken.ops[:, kind])
+        # Whatever is sent slows computing down: a set on the link counts the rest of it.
+        seconds = hops[:, SENT] - hops[:, self._column(kind)]
         # Seconds between cut a and cut b, from the beginning to a cut, and from one to the end: of the stream, with
-        # those of the cuts themselves and what slows it down, and of each link.
-        stream = (after * compute) @ before.T + (since * slower) @ until.T
-        first, last = before @ compute + until @ slower, after @ compute + since @ slower
-        sent = np.stack([(since * hops[:, k]) @ until.T for k in links])
-        sent_first = np.stack([until @ hops[:, k] for k in links])
-        sent_last = np.stack([since @ hops[:, k] for k in links])
+        # those of the cuts themselves, and of the link.
+        stream = (after * compute) @ before.T
+        first, last = before @ compute, after @ compute
+        sent, sent_first, sent_last = (since * seconds) @ until.T, until @ seconds, since @ seconds
         ordered = after[:, among] > 0
         np.fill_diagonal(ordered, False)
-        # The longest to each cut by its last set: on a link, on the stream, and on the stream with the deferred ops,
-        # which count there if the chain's last set follows on the link, or one that ends at the join. Its seconds, the
-        # cut before it, and the resource in between.
+        # The longest to each cut by its last set: on the link, on the stream, and on the stream with the deferred ops,
+        # which count there if the chain's last set follows on the link, or one that ends at the join. Its seconds, and
+        # the cut before it.
         count = len(among)
-        best, cut_before, by = (np.full((4, count), x) for x in (0.0, _NOWHERE, kind))
-        join = self.deferral.join if len(links) == 1 else None
+        best, cut_before = (np.full((4, count), x) for x in (0.0, _NOWHERE))
+        join, ops = self.deferral.join, self.deferral.op_indices
 
         def put_off(joined: bool) -> None:
             """The longest to each cut on the stream with the deferred ops."""
-            seconds, begun = best[_LINK][:, None] + stream, first
-            if len(links) == 1:
-                ops = self.deferral.op_indices
-                beside = self.deferral.beside(among, before[:, ops] + after[:, ops] > 0, joined=joined)
-                deferred = beside * taken.deferred[ops, joined * kinds + kind]
-                # It counts if it comes after the cut before.
-                seconds, begun = seconds + after[:, ops] @ deferred.T, first + deferred.sum(axis=1)
+            beside = self.deferral.beside(among, before[:, ops] + after[:, ops] > 0, joined=joined)
+            deferred = beside * taken.deferred[ops, joined * kinds + kind]
+            # It counts if it comes after the cut before.
+            seconds = best[_LINK][:, None] + stream + after[:, ops] @ deferred.T
+            begun = first + deferred.sum(axis=1)
             seconds[~(ordered | np.eye(count, dtype=bool))] = -np.inf
             end = _BEFORE_JOIN if joined else _LAST_ON_STREAM
             best[end] = np.maximum(begun, seconds.max(axis=0))
             cut_before[end] = np.where(seconds.max(axis=0) > begun, seconds.argmax(axis=0), _NOWHERE)
 
         for b in range(count):
-            k = int(sent_first[:, b].argmax())
-            best[_LINK, b], by[_LINK, b] = sent_first[k, b], kinds + k
+            best[_LINK, b] = sent_first[b]
             before_b = np.flatnonzero(ordered[:, b])
             if before_b.size:
                 if among[b] == join:
                     put_off(joined=True)
-                seconds = best[_BEFORE_JOIN if among[b] == join else _STREAM, before_b] + sent[:, before_b, b]
-                k, a = np.unravel_index(int(seconds.argmax()), seconds.shape)
-                if seconds[k, a] > best[_LINK, b]:
-                    best[_LINK, b], cut_before[_LINK, b], by[_LINK, b] = seconds[k, a], before_b[a], kinds + k
+                seconds_to_b = best[_BEFORE_JOIN if among[b] == join else _STREAM, before_b] + sent[before_b, b]
+                a = int(seconds_to_b.argmax())
+                if seconds_to_b[a] > best[_LINK, b]:
+                    best[_LINK, b], cut_before[_LINK, b] = seconds_to_b[a], before_b[a]
             # One op may begin a set on the stream and end it.
             before_b = np.append(before_b, b)
-            seconds = best[_LINK, before_b] + stream[before_b, b]
-            a = int(seconds.argmax())
+            seconds_to_b = best[_LINK, before_b] + stream[before_b, b]
+            a = int(seconds_to_b.argmax())
             best[_STREAM, b] = first[b]
-            if seconds[a] > first[b]:
-                best[_STREAM, b], cut_before[_STREAM, b] = seconds[a], before_b[a]
+            if seconds_to_b[a] > first[b]:
+                best[_STREAM, b], cut_before[_STREAM, b] = seconds_to_b[a], before_b[a]
         put_off(joined=False)
-        whole = np.stack([best[_LINK] + last, best[_LAST_ON_STREAM] + sent_last.max(axis=0)])
+        whole = np.stack([best[_LINK] + last, best[_LAST_ON_STREAM] + sent_last])
         end, at = (int(x) for x in np.unravel_index(int(whole.argmax()), whole.shape))
         end = _LAST_ON_STREAM if end else _LINK
-        ops, resources = list[int](), [kind if end == _LINK else kinds + int(sent_last[:, at].argmax())]
+        ops_between, resources = list[int](), [kind if end == _LINK else link]
         while at != _NOWHERE:
-            ops.append(among[at])
-            resources.append(int(by[end, at]))
+            ops_between.append(among[at])
+            resources.append(link if end == _LINK else kind)
             on_stream = _BEFORE_JOIN if among[at] == join else _STREAM
             end, at = on_stream if end == _LINK else _LINK, int(cut_before[end, at])
-        return self.chain(ops[::-1], resources[::-1], taken)
+        return self.chain(ops_between[::-1], resources[::-1], taken)
 
 
 class _Cuts(NamedTuple):
@@ -432,8 +417,7 @@ class _Traffic:
 
     def next_to_longest(self) -> set[int]:
         """The ops that make and read what takes the longest to convert."""
-        sent = self.seconds[:, : len(self._space.resources.links)].sum(axis=1)
-        longest = np.argsort(-sent, kind="stable")[:_LONGEST]
+        longest = np.argsort(-self.seconds[:, SENT], kind="stable")[:_LONGEST]
         own, taken = (self._space.use_reader[x] for x in (self._uses, self._takers))
         readers = np.concatenate([own, taken, np.full(self._ends.size, _NOWHERE)])
         return {*self._makers[longest].tolist(), *readers[longest].tolist()} - {_NOWHERE}

@@ -145,16 +145,14 @@ class Conversions:
             at = after
         return found
 
-    def along(self, axes: Sequence[int], single: Mapping[tuple[int, int], float]) -> Floats:
-        """float64 [layouts, layouts]: the seconds of those steps of each cheapest way that go along some axes, given
-        those of each step."""
+    def along(self, single: Mapping[tuple[int, int], float]) -> Floats:
+        """float64 [layouts, layouts]: the seconds of each cheapest way, given those of each step."""
         found = np.where(np.isfinite(self.seconds), 0.0, np.inf)
         for i, j in np.argwhere(np.isfinite(self.seconds)).tolist():
             at = i
             while at != j:
                 after = int(self._next[at, j])
-                if self._axis[at, after] in axes:
-                    found[i, j] += single[at, after]
+                found[i, j] += single[at, after]
                 at = after
         return found
 

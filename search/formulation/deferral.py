@@ -1,7 +1,7 @@
 """What ops send after themselves at least, wherever they run: whoever puts one off puts that off too.
 
 The gradients of weights need not wait for one another, nor does the rest of the backward pass for them. So they may run
-beside what the pass sends last; but then what they send follows it on the same link, and precedes the op that waits
+beside what the pass sends last; but then what they send follows it on the link, and precedes the op that waits
 for all of them (`Deferral.join`), such as the norm to which they are clipped. After each of these ops come some that
 only depend on it: whatever its layout, on the way through them to where its result is used, or stays, it is converted
 at a least cost, the shortest path over layouts and triples.
@@ -111,7 +111,7 @@ class Deferral:
 
 
 class SentAfter:
-    """What deferrable ops send after themselves along some mesh `axes`, as the choices of a plain `builder` come to.
+    """What deferrable ops send after themselves, as the choices of a plain `builder` come to.
     `steps`: of a value, the seconds that each single step of its conversions takes at least."""
 
     def __init__(
@@ -119,10 +119,9 @@ class SentAfter:
         deferral: Deferral,
         builder: ProblemBuilder,
         steps: Callable[[int], Mapping[tuple[int, int], float]],
-        axes: Sequence[int],
     ) -> None:
         self.deferral, self.structure = deferral, deferral.structure
-        self.builder, self.steps, self.axes = builder, steps, axes
+        self.builder, self.steps = builder, steps
         self.ways = [builder.conversions(value) for value in range(len(self.structure.graph.values))]
         self.plain = builder.plain_outputs()
         self._uses: dict[int, list[Use]] = {}
@@ -187,7 +186,7 @@ class SentAfter:
             count = len(ways.layouts.layouts)
             found = np.where(np.eye(count, dtype=bool), 0.0, np.inf)
             for (a, b), seconds in self.steps(value).items():
-                found[a, b] = seconds if ways.axis(a, b) in self.axes or not np.isfinite(seconds) else 0.0
+                found[a, b] = seconds
             for k in range(count):
                 np.minimum(found, found[:, k, None] + found[None, k, :], out=found)
             return found

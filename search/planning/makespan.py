@@ -33,7 +33,7 @@ from hapsynth.search.analysis.reachability import Mask
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import by_cheapest_steps
 from hapsynth.search.formulation.chain_weights import ChainCosts, IdealChainCosts, WeightedBuilder
-from hapsynth.search.formulation.chains import Chain, ChainSpace, Occupancy, Resources
+from hapsynth.search.formulation.chains import SENT, Chain, ChainSpace, Occupancy, Resources
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import MemoryProfile, peak
 from hapsynth.search.planning.branches import Branch, Seen, unlike_uses
@@ -44,7 +44,7 @@ from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRat
 from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.group_testing import improving
 from hapsynth.search.scheduling.list_schedule import iterated, ordered, refined, schedule
-from hapsynth.search.scheduling.tasks import LINK_NAMES, LINKS, Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 from hapsynth.search.sizing.makespan_lp import LINK
 from hapsynth.search.sizing.ratios import Ratios
@@ -192,12 +192,11 @@ class MakespanSearch:
 
     def _parts_of_path(self, known: Scheduled) -> Floats:
         """Of each resource its part of a critical path: weights from which others are soon found."""
-        tasks, kinds = known.timeline.tasks, self.space.resources.kinds
+        tasks, resources = known.timeline.tasks, self.space.resources
         found = np.full(len(self.space.alone), _LEAST_WEIGHT)
         kind_of = kinds_of_groups(tasks, self.costs)
-        link_of = {link: kinds + n for n, link in enumerate(links_of(self.costs))}
         for task, group in known.path:
-            at = link_of.get(tasks.machine[task], kind_of[group])
+            at = resources.link if tasks.machine[task] is Machine.LINK else kind_of[group]
             found[at] += float(tasks.seconds[task, group]) / known.makespan_s
         return found / found.sum()
 
@@ -390,13 +389,12 @@ class MakespanSearch:
         tasks, instructions = found.timeline.tasks, found.candidate.program.instructions
         ops, values = (np.full(len(x), -1) for x in (self.space.graph.ops, self.space.graph.values))
         kind_of = kinds_of_groups(tasks, self.costs)
-        links = {axis: n for n, axes in enumerate(self.space.resources.links) for axis in axes}
         for task, group in found.path:
             for i in (instructions[at] for at in tasks.instructions[task]):
                 if isinstance(i, Compute) and not self.space.in_block[i.op]:
                     ops[i.op] = kind_of[group]
-                elif not isinstance(i, Compute) and tasks.machine[task] in LINKS:
-                    values[i.value] = links[i.axis]
+                elif not isinstance(i, Compute) and tasks.machine[task] is Machine.LINK:
+                    values[i.value] = SENT
         uses = np.where(self.space.uses_in_block, -1, values[self.space.use_value])
         return self.space.chain_of(("path", len(self._paths)), ops=ops, uses=uses, values=values, ends=values)
 
@@ -509,8 +507,8 @@ class MakespanSearch:
 
 class Overlapped(NamedTuple):
     """A program in the order in which it takes the least time found, and seconds that all programs at its ratios take
-    at least. `memory_bytes`: of each device. `clocks`: by name, how long each kind of device computes, and each link is
-    taken."""
+    at least. `memory_bytes`: of each device. `clocks`: by name, how long each kind of device computes, and collectives
+    take together."""
 
     program: Program
     sizes: Sizes
@@ -729,27 +727,18 @@ def busy_seconds(timeline: Timeline, costs: CostModel, *, contention: bool = Fal
     each = tasks.seconds[(machine == Machine.COMPUTE) | everything].sum(axis=0)
     if contention:
         each = np.maximum(each, timeline.computed)
-    found = {LINK: float(tasks.seconds[np.isin(machine, LINKS) | everything].max(axis=1, initial=0.0).sum())}
+    found = {LINK: float(tasks.seconds[(machine == Machine.LINK) | everything].max(axis=1, initial=0.0).sum())}
     for group, kind in kinds_of_groups(tasks, costs).items():
         found[kind] = max(found.get(kind, 0.0), float(each[group]))
     return found
 
 
 def clocks(timeline: Timeline, costs: CostModel) -> dict[str, float]:
-    """By name, the seconds that each kind of device computes, and that each link is taken."""
+    """By name, the seconds that each kind of device computes, and those of all collectives."""
     busy, tasks = busy_seconds(timeline, costs), timeline.tasks
     found = {f"compute {kind.name}": busy[k] for k, kind in enumerate(costs.kinds)}
-    for link, name in LINK_NAMES.items():
-        taken = [k for k, m in enumerate(tasks.machine) if m is link]
-        if taken:
-            found[name] = float(tasks.seconds[taken].max(axis=1).sum())
-    return found
-
-
-def links_of(costs: CostModel) -> list[Machine]:
-    """The links that some mesh axis goes over."""
-    crossing = {link.crosses_hosts for link in costs.links}
-    return [link for link, crosses in ((Machine.NETWORK, True), (Machine.INTRA, False)) if crosses in crossing]
+    sent = [k for k, machine in enumerate(tasks.machine) if machine is Machine.LINK]
+    return found | ({"collectives": float(tasks.seconds[sent].max(axis=1).sum())} if sent else {})
 
 
 def least_seconds(builder: ProblemBuilder) -> Floats:
@@ -764,6 +753,5 @@ def least_seconds(builder: ProblemBuilder) -> Floats:
 
 
 def resources(costs: CostModel) -> Resources:
-    """The streams and links of a cluster; collectives along the mesh axes that cross hosts share the network."""
-    on = lambda link: tuple(a for a, x in enumerate(costs.links) if x.crosses_hosts == (link is Machine.NETWORK))
-    return Resources(tuple(kind.slowdown for kind in costs.kinds), tuple(map(on, links_of(costs))))
+    """The streams of a cluster's kinds of devices, and the link."""
+    return Resources(tuple(kind.slowdown for kind in costs.kinds))

@@ -2,7 +2,7 @@
 
 Two neighbours among the collectives of one family, in their order, go together or apart, and the simulated makespan
 decides, not their size (GradientFlow's lazy all-reduce, arXiv 1902.06855, takes all that wait until there are enough
-bytes). Of two that take as long the one that keeps the links busy for less time is taken.
+bytes). Of two that take as long the one that keeps the link busy for less time is taken.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hapsynth.search.scheduling.group_testing import improving
-from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, nearest_order
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph, Transfer, nearest_order
 from hapsynth.search.scheduling.timeline import Simulation, Timeline, simulate
 from hapsynth.search.scheduling.waits import waits
 
@@ -51,7 +51,7 @@ class Apart:
             for part in parts[task]:
                 place[part], begun[part] = n, started[task]
         bundles = {
-            task: parts[task] for task in timeline.order if tasks.machine[task] in LINKS and len(parts[task]) > 1
+            task: parts[task] for task in timeline.order if tasks.machine[task] is Machine.LINK and len(parts[task]) > 1
         }
         return cls(whole, bundles, place, begun)
 
@@ -62,7 +62,7 @@ class Apart:
 
 
 def bundled(timeline: Timeline) -> Timeline:
-    """A timeline in which those collectives go together that wait at once for the same link, where that is better."""
+    """A timeline in which those collectives go together that wait at once for the link, where that is better."""
     neighbours = Neighbours(timeline)
     together = neighbours.waiting()
     found = neighbours.tried(together)
@@ -132,7 +132,7 @@ def _needed_at(tasks: TaskGraph, task: int, place: Sequence[int]) -> tuple[int, 
 
 
 class Trial(NamedTuple):
-    """What a timeline comes to: its makespan, and seconds in which links send, all together."""
+    """What a timeline comes to: its makespan, and seconds in which the link sends, all together."""
 
     makespan_s: float
     sending_s: float
@@ -140,8 +140,8 @@ class Trial(NamedTuple):
     @classmethod
     def of(cls, timeline: Timeline) -> Trial:
         tasks = timeline.tasks
-        sending = (seconds for machine, seconds in zip(tasks.machine, tasks.longest, strict=True) if machine in LINKS)
-        return cls(timeline.makespan_s, sum(sending))
+        each = zip(tasks.machine, tasks.longest, strict=True)
+        return cls(timeline.makespan_s, sum(seconds for machine, seconds in each if machine is Machine.LINK))
 
     def is_better_than(self, other: Trial) -> bool:
         if self.makespan_s < other.makespan_s * (1 - _SAME):
@@ -151,7 +151,7 @@ class Trial(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """The last collective of a link, with those that it goes with."""
+    """The last collective, with those that it goes with."""
 
     task: int
     begun: float
@@ -174,26 +174,25 @@ class Neighbours:
             last[transfer.family] = task
 
     def waiting(self) -> set[int]:
-        """Pairs of which the second waits for its link as the first starts."""
+        """Pairs of which the second waits for the link as the first starts."""
         tasks, end = self.tasks, self.timeline.end
         number = {pair: n for n, pair in enumerate(self.pairs)}
         found: set[int] = set()
-        last = {link: _Sent(-1, 0.0, 0.0) for link in LINKS}
+        last = _Sent(-1, 0.0, 0.0)
         for task in self.timeline.order:
+            if tasks.machine[task] is Machine.EVERYTHING:
+                last = _Sent(-1, 0.0, float(end[task].max()))
+            if tasks.machine[task] is not Machine.LINK:
+                continue
             ready = max((float(end[m].max()) for m in tasks.makers[task]), default=0.0)
-            for link in LINKS:
-                if tasks.machine[task] is Machine.EVERYTHING:
-                    last[link] = _Sent(-1, 0.0, float(end[task].max()))
-                if tasks.machine[task] is not link:
-                    continue
-                before, pair = last[link], number.get((last[link].task, task))
-                if pair is not None and ready <= before.begun:
-                    found.add(pair)
-                    saved = tasks.transfers[task].latency_s
-                    last[link] = _Sent(task, before.begun, before.ended + tasks.longest[task] - saved)
-                else:
-                    begun = max(before.ended, ready)
-                    last[link] = _Sent(task, begun, begun + tasks.longest[task])
+            pair = number.get((last.task, task))
+            if pair is not None and ready <= last.begun:
+                found.add(pair)
+                saved = tasks.transfers[task].latency_s
+                last = _Sent(task, last.begun, last.ended + tasks.longest[task] - saved)
+            else:
+                begun = max(last.ended, ready)
+                last = _Sent(task, begun, begun + tasks.longest[task])
         return found
 
     def simulated(self, together: set[int]) -> Timeline:
@@ -225,7 +224,7 @@ class Neighbours:
             return None
         _, end = replace(plain, seconds=seconds, users=users, missing=missing).run(order)
         machine = plain.machine
-        sending = sum([max(each[task] for each in seconds) for task in order if machine[task] in LINKS])
+        sending = sum([max(each[task] for each in seconds) for task in order if machine[task] is Machine.LINK])
         return Trial(max(max(each) for each in end), sending)
 
     @cached_property

@@ -56,9 +56,8 @@ def _improved_starts(timeline: Timeline) -> Sequence[int] | None:
         if machine in (Machine.COMPUTE, Machine.EVERYTHING):
             for group in groups:
                 used.setdefault(("stream", group), []).append(intervals[group])
-        for link in (Machine.NETWORK, Machine.INTRA):
-            if machine in (link, Machine.EVERYTHING):
-                used.setdefault(link, []).append(intervals[0])
+        if machine in (Machine.LINK, Machine.EVERYTHING):
+            used.setdefault(Machine.LINK, []).append(intervals[0])
         for group in groups:
             model.add(makespan >= start[task][group] + int(ticks[task, group]))
             for maker in tasks.makers[task]:

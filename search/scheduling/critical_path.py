@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
-from hapsynth.search.scheduling.tasks import LINKS, Machine
+from hapsynth.search.scheduling.tasks import Machine
 from hapsynth.search.scheduling.timeline import Timeline
 
 _AT_ONCE_S = 1e-12
@@ -48,7 +48,7 @@ def _before(timeline: Timeline) -> list[list[int]]:
     """Of each task those before it on the machines that it takes."""
     machine = timeline.tasks.machine
     found: list[list[int]] = [[] for _ in machine]
-    for on in (Machine.COMPUTE, *LINKS):
+    for on in (Machine.COMPUTE, Machine.LINK):
         queue = [t for t in timeline.order if machine[t] in (on, Machine.EVERYTHING)]
         for first, second in pairwise(queue):
             found[second].append(first)

@@ -32,7 +32,7 @@ from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.scheduling.buckets import MORE_TRIALS, Apart, Trial, bundled, cut, rebundled
 from hapsynth.search.scheduling.constraint_programming import polished
 from hapsynth.search.scheduling.idle_time import filled
-from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 
 _ROUNDS = 3
@@ -43,7 +43,7 @@ _PUT_OFF = 0.5, 0.7
 _LEAST_GAIN = 1e-6
 _PERTURBED, _PERTURBATION = 100, 5e-3
 """Times, and by how much of the makespan a task starts sooner or later at most."""
-_QUEUES = {Machine.NETWORK: 0, Machine.INTRA: 1, Machine.COMPUTE: 2, Machine.EVERYTHING: 2, Machine.LOCAL: -1}
+_QUEUES = {Machine.LINK: 0, Machine.COMPUTE: 1, Machine.EVERYTHING: 1, Machine.LOCAL: -1}
 """Of tasks that wait for one machine; the first goes first where several are free at once."""
 
 
@@ -66,7 +66,7 @@ def schedule(tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf) -> T
 def _reordered(timeline: Timeline) -> Timeline:
     """With latencies gone another order may be better."""
     found = min(timeline, _of_best_order(timeline.tasks, quick=True), key=_makespan)
-    return min(found, _for_links(found), key=_makespan)
+    return min(found, _for_link(found), key=_makespan)
 
 
 def refined(timeline: Timeline) -> Timeline:
@@ -155,7 +155,7 @@ def _makespan(timeline: Timeline) -> float:
 
 def _of_best_order(tasks: TaskGraph, *, quick: bool = False) -> Timeline:
     found = [simulate(tasks, order) for order in _orders(tasks, quick)]
-    return min(found if quick else map(_for_links, found), key=_makespan)
+    return min(found if quick else map(_for_link, found), key=_makespan)
 
 
 def in_scheduled_order(program: Program, sizes: Sizes, costs: CostModel) -> Program:
@@ -171,7 +171,7 @@ def ordered(program: Program, timeline: Timeline) -> Program:
     bundles, tasks = 0, timeline.tasks
     for task in _by_time(timeline):
         mine = [program.instructions[k] for k in tasks.instructions[task]]
-        if tasks.machine[task] in LINKS:
+        if tasks.machine[task] is Machine.LINK:
             bundles += len(mine) > 1
             bundle = bundles if len(mine) > 1 else 0
             mine = [i._replace(bundle=bundle) if isinstance(i, Convert) else i for i in mine]
@@ -185,7 +185,7 @@ def _by_time(timeline: Timeline) -> list[int]:
     start, end = timeline.start.max(axis=1, initial=0.0).tolist(), timeline.end.max(axis=1, initial=0.0).tolist()
 
     def key(task: int) -> tuple[float, bool, int]:
-        sent = machine[task] in LINKS
+        sent = machine[task] is Machine.LINK
         return start[task] if sent else end[task], sent, place[task]
 
     return sorted(timeline.order, key=key)
@@ -204,7 +204,7 @@ def least_makespan(tasks: TaskGraph) -> float:
     tails = _longest_paths(tasks, tasks.users, forward[::-1])
     found = float((heads + tails + tasks.seconds).max(initial=0.0))
     machine = np.array(tasks.machine, dtype=np.int64)
-    for each in (Machine.COMPUTE, Machine.NETWORK, Machine.INTRA):
+    for each in (Machine.COMPUTE, Machine.LINK):
         mine = np.flatnonzero((machine == each) | (machine == Machine.EVERYTHING))
         groups = range(tasks.seconds.shape[1] if each is Machine.COMPUTE else 1)
         for group in groups if mine.size else ():
@@ -215,7 +215,7 @@ def least_makespan(tasks: TaskGraph) -> float:
             found = max(found, _preemptive_bound(head.tolist(), seconds.tolist(), tail.tolist()))
     if tasks.slowdown is not None:
         work = tasks.seconds[(machine == Machine.COMPUTE) | (machine == Machine.EVERYTHING)].sum(axis=0)
-        sent = max(float(tasks.seconds[machine == link].max(axis=1, initial=0.0).sum()) for link in LINKS)
+        sent = float(tasks.seconds[machine == Machine.LINK].max(axis=1, initial=0.0).sum())
         found = max(found, float((work + (1 - 1 / tasks.slowdown) * sent).max(initial=0.0)))
     return found
 
@@ -289,9 +289,9 @@ def _put_off(tasks: TaskGraph, to_end: Sequence[float], ended: Sequence[float]) 
     slack = [max(0.0, whole - rest - start) for rest, start in zip(to_end, begun, strict=True)]
     # Which collective alone waits for a task, and what is computed for each.
     sent: list[int | None] = [None] * len(begun)
-    computed = dict.fromkeys((k for k, m in enumerate(machine) if m in LINKS), 0.0)
+    computed = dict.fromkeys((k for k, m in enumerate(machine) if m is Machine.LINK), 0.0)
     for task in reversed(range(len(begun))):
-        waiting = {task} if machine[task] in LINKS else {sent[user] for user in users[task]}
+        waiting = {task} if machine[task] is Machine.LINK else {sent[user] for user in users[task]}
         one = sent[task] = waiting.pop() if len(waiting) == 1 else None
         if one is not None and machine[task] is Machine.COMPUTE and slack[task] > 0:
             computed[one] += longest[task]
@@ -317,8 +317,8 @@ def _improved(tasks: TaskGraph, order: list[int], ended: list[float]) -> list[li
     return found
 
 
-def _for_links(timeline: Timeline) -> Timeline:
-    """A timeline in which links wait less, where one is found: in turn the list schedule that computes what the
+def _for_link(timeline: Timeline) -> Timeline:
+    """A timeline in which the link waits less, where one is found: in turn the list schedule that computes what the
     collectives of the last one need first, were they sent without a pause in their order, and to the end as late as
     that allows."""
     tasks, best, order = timeline.tasks, timeline, [*timeline.order]
@@ -333,11 +333,11 @@ def _for_links(timeline: Timeline) -> Timeline:
 
 
 def _latest_starts(tasks: TaskGraph, order: Sequence[int]) -> list[float]:
-    """Seconds from the end, negative, at which each task must begin so that the links send in an order without a
+    """Seconds from the end, negative, at which each task must begin so that the link sends in an order without a
     pause."""
     machine, users, longest = tasks.machine, tasks.users, tasks.longest
     found = [0.0] * len(order)
-    next_of = dict.fromkeys(LINKS, 0.0)
+    sent = 0.0
     for task in reversed(order):
         latest = 0.0
         for user in users[task]:
@@ -347,9 +347,7 @@ def _latest_starts(tasks: TaskGraph, order: Sequence[int]) -> list[float]:
         if on is Machine.COMPUTE or on is Machine.LOCAL:
             found[task] = latest - longest[task]
             continue
-        taken = LINKS if on is Machine.EVERYTHING else (on,)
-        found[task] = min([latest, *(next_of[link] for link in taken)]) - longest[task]
-        next_of.update(dict.fromkeys(taken, found[task]))
+        sent = found[task] = min(latest, sent) - longest[task]
     return found
 
 
@@ -379,9 +377,9 @@ def _greedy(
         rank[task] = place
     missing = [len(each) for each in before]
     since, end = [0.0] * count, [0.0] * count
-    free = [0.0] * 3
-    coming: list[list[tuple[float, int]]] = [[], [], []]
-    ready: list[list[int]] = [[], [], []]
+    free = [0.0] * 2
+    coming: list[list[tuple[float, int]]] = [[], []]
+    ready: list[list[int]] = [[], []]
     queues = [*enumerate(zip(coming, ready, strict=True))]
     order: list[int] = []
     bundles: list[list[int]] = []
@@ -439,7 +437,7 @@ def _greedy(
         task = ranked[heappop(ready[at])]
         if machine[task] is Machine.EVERYTHING:
             begun = max(begun, *free)
-            free = [begun + longest[task]] * 3
+            free = [begun + longest[task]] * 2
         mine, seconds = with_others(task, ready[at]) if task in joining else ([task], longest[task])
         if len(mine) > 1:
             bundles.append(mine)

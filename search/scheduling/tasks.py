@@ -1,8 +1,9 @@
-"""A program at its sizes as tasks for machines: the compute stream of every device, and the links between devices.
+"""A program at its sizes as tasks for machines: the compute stream of every device, and the link between devices.
 
 Devices of one kind that hold the same shares of everything are a group: they do the same at the same time. A collective
-takes all devices, and the link of its mesh axis, for as long as the cost model says; those of a bundle are one, of one
-latency. Axes whose groups lie inside hosts have a link of their own, all others share the network. A loop or a branch
+takes all devices, and the link, for as long as the cost model says; those of a bundle are one, of one latency. There is
+one link, whatever mesh axes are: processes run one collective after another, all in the same order, on GPUs
+(`lower/_pinned.py`) and on CPUs (`lower/_collective_thread.py`). A loop or a branch
 is one task that takes everything: nothing goes on beside it. Slices of what is there already take no time. An op whose
 result one other op alone reads, and which lies nowhere in memory, is one task with that: XLA makes one kernel of both.
 """
@@ -36,13 +37,9 @@ class Machine(IntEnum):
     EVERYTHING = -2
     LOCAL = -1
     COMPUTE = 0
-    NETWORK = 1
-    INTRA = 2
+    LINK = 1
 
 
-LINKS = (Machine.NETWORK, Machine.INTRA)
-LINK_NAMES = {Machine.NETWORK: "network", Machine.INTRA: "links inside hosts"}
-"""As reports say it."""
 _FEW = 300
 """Tasks that are scheduled each by itself."""
 _LARGEST_PART = 2e-3
@@ -158,7 +155,7 @@ class TaskGraph:
             makers[task] = dict.fromkeys([first[m] for m in self.makers[task]])
         for one, bundle in members.items():
             needed = dict.fromkeys([first[m] for task in bundle for m in self.makers[task]])
-            if self.machine[one] not in LINKS:
+            if self.machine[one] is not Machine.LINK:
                 needed.pop(one, None)
             makers[one] = needed
         users: list[list[int]] = [[] for _ in range(count)]
@@ -197,7 +194,7 @@ class TaskGraph:
 
     def _unbundled(self, joined: Iterable[Sequence[int]]) -> TaskGraph | None:
         """What `joined` has to keep of these tasks."""
-        sent = any(len(tasks) > 1 and self.machine[tasks[0]] in LINKS for tasks in joined)
+        sent = any(len(tasks) > 1 and self.machine[tasks[0]] is Machine.LINK for tasks in joined)
         return self if sent and self.unbundled is None else self.unbundled
 
     def bundled(self, bundles: Iterable[Sequence[int]]) -> TaskGraph:
@@ -313,8 +310,8 @@ class _Builder:
                         uniform = self.costs.uniform_time(item.op)
                         seconds = [s + uniform for s in seconds]
                 else:
-                    machine, sent = self._sent(item)
-                    seconds = [sent] * alone.size
+                    sent = self._sent(item)
+                    machine, seconds = Machine.LINK if sent else Machine.LOCAL, [sent] * alone.size
             self._run(places, machine, seconds)
             at += len(places)
         seconds = np.array(self.seconds).reshape(len(self.machine), alone.size)
@@ -354,12 +351,12 @@ class _Builder:
         written = [self.accesses[self.instructions[task][0]][1] for task in computed]
         return [t for t, made in zip(computed, written, strict=True) if not any(stored(v) for v, _ in made)]
 
-    def _sent(self, i: Convert) -> tuple[Machine, float]:
-        """What a conversion in no loop or branch takes, and its seconds."""
+    def _sent(self, i: Convert) -> float:
+        """Seconds of a conversion in no loop or branch on the link."""
         held, link = shares_of(self.sizes, i.value), self.costs.links[i.axis]
         sent = self.costs.sent_alone(i.value, i.source, i.target, i.axis, held, i.collective)
         if not sent.seconds:
-            return Machine.LOCAL, 0.0
+            return 0.0
         kind = family(i, self.costs.graph.values[i.value].dtype)
         if kind is not None:
             nbytes = self.costs.bytes_sent(i.value, i.source, i.target, i.axis, held.largest, i.collective)
@@ -367,7 +364,7 @@ class _Builder:
             alone = nbytes > self.costs.most_bundled(i.collective, i.axis)
             transfer = Transfer(kind, made, link, i.step, nbytes, sent.wire_bytes, sent.turned_s, alone)
             self.transfers[len(self.machine)] = transfer
-        return Machine.NETWORK if link.crosses_hosts else Machine.INTRA, sent.seconds
+        return sent.seconds
 
     def _add(
         self, machine: Machine, seconds: list[float], makers: tuple[int, ...], instructions: tuple[int, ...]

@@ -1,7 +1,7 @@
 """How long tasks take in a given order, and what stays exposed.
 
 Every device computes its tasks one after another in the order given. A collective starts once all devices have made its
-operand and its link is done with the one before it, in the order given: computing does not wait for it but where its
+operand and the link is done with the one before it, in the order given: computing does not wait for it but where its
 result is used, and takes as much longer meanwhile as the devices' contention says. The time counts from a common start,
 all arguments there, to the last result on the last device.
 """
@@ -19,7 +19,7 @@ from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
-from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +58,9 @@ class Timeline:
     @property
     def communication_s(self) -> float:
         """Seconds in which a collective runs."""
-        tasks, found, until = self.tasks, 0.0, 0.0
-        sent = [k for k, m in enumerate(tasks.machine) if m in LINKS]
-        for start, end in sorted(zip(self.start[sent, 0].tolist(), self.end[sent, 0].tolist())):
-            found += max(end - max(start, until), 0.0)
-            until = max(until, end)
-        return found + sum(tasks.sent_in.values())
+        tasks = self.tasks
+        sent = [k for k, m in enumerate(tasks.machine) if m is Machine.LINK]
+        return float((self.end[sent] - self.start[sent]).max(axis=1, initial=0.0).sum()) + sum(tasks.sent_in.values())
 
 
 def simulate(tasks: TaskGraph, order: Sequence[int]) -> Timeline:
@@ -115,9 +112,8 @@ class Simulation:
         pairs = [*zip(since, end, strict=True)]
         stream = [0.0] * len(groups)
         sent = _Sent()
-        queues = [iter([t for t in order if machine[t] in (link, everything)]) for link in LINKS]
-        heads = [next(queue, None) for queue in queues]
-        free = [0.0] * len(LINKS)
+        queue = iter([t for t in order if machine[t] in (Machine.LINK, everything)])
+        head, free = next(queue, None), 0.0
         finished = [t for t in order if not missing[t] and machine[t] is local]
         computed = [t for t in order if machine[t] is compute or machine[t] is everything]
         # Before the first is computed, what waits for nothing is sent.
@@ -128,7 +124,7 @@ class Simulation:
                     raise ValueError(f"task {task} comes before one that it waits for")
                 at_once = None
                 if machine[task] is everything:
-                    at_once = max([*stream, *free, *(ready[task] for ready in since)])
+                    at_once = max([*stream, free, *(ready[task] for ready in since)])
                 for group, (seconds, ready, began, ended, slow) in enumerate(columns):
                     now = stream[group]
                     if ready[task] > now:
@@ -142,8 +138,7 @@ class Simulation:
                         now = sent.computed(now, seconds[task], slow)
                     stream[group] = ended[task] = now
                 if at_once is not None:
-                    free = [max(stream)] * len(free)
-                    heads = [next(queue, None) for queue in queues]
+                    head, free = next(queue, None), max(stream)
                 finished.append(task)
             while True:
                 # Those that waited for a task alone can go; what takes no time is done at once.
@@ -165,20 +160,19 @@ class Simulation:
                 if not can_send:
                     break
                 can_send = False
-                # Whatever is next on its link and has its operand.
-                for at, (link, queue) in enumerate(zip(LINKS, queues, strict=True)):
-                    while (task := heads[at]) is not None and machine[task] is link and not missing[task]:
-                        begun = free[at]
-                        for ready in since:
-                            if ready[task] > begun:
-                                begun = ready[task]
-                        until = free[at] = begun + self.seconds[0][task]
-                        for _, _, began, ended, _ in columns:
-                            began[task], ended[task] = begun, until
-                        if self.slowdown is not None:
-                            sent.occupy(begun, until)
-                        finished.append(task)
-                        heads[at] = next(queue, None)
+                # Whatever is next on the link and has its operand.
+                while head is not None and machine[head] is Machine.LINK and not missing[head]:
+                    begun = free
+                    for ready in since:
+                        if ready[head] > begun:
+                            begun = ready[head]
+                    free = begun + self.seconds[0][head]
+                    for _, _, began, ended, _ in columns:
+                        began[head], ended[head] = begun, free
+                    if self.slowdown is not None:
+                        sent.occupy(begun, free)
+                    finished.append(head)
+                    head = next(queue, None)
         return start, end
 
 
@@ -191,16 +185,13 @@ class _Sent:
         self.until = 0.0
 
     def occupy(self, start: float, end: float) -> None:
-        starts, ends = self.starts, self.ends
-        at = bisect_right(starts, start)
-        if at and ends[at - 1] >= start:
-            at -= 1
-            start, end = starts[at], max(ends[at], end)
-        last = at
-        while last < len(starts) and starts[last] <= end:
-            end, last = max(end, ends[last]), last + 1
-        starts[at:last], ends[at:last] = [start], [end]
-        self.until = ends[-1]
+        """After all so far."""
+        if self.ends and start <= self.until:
+            self.ends[-1] = end
+        else:
+            self.starts.append(start)
+            self.ends.append(end)
+        self.until = end
 
     def computed(self, now: float, left: float, slow: float) -> float:
         """When so many seconds are computed that are begun now and take `slow` times as long beside what is sent."""

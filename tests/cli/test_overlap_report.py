@@ -37,7 +37,7 @@ def plan() -> Plan:
     fast, slow = cluster.devices
     cluster = replace(cluster, devices=(replace(fast, contention=1.25), slow))
     plan = hapsynth.synthesize(mlp_step, mlp_args(), cluster, overlap=True, leave_out=False)
-    assert {Machine.COMPUTE, Machine.NETWORK} <= {*plan.timeline.tasks.machine}
+    assert {Machine.COMPUTE, Machine.LINK} <= {*plan.timeline.tasks.machine}
     return plan
 
 
@@ -54,8 +54,8 @@ def test_the_record_has_what_overlaps(plan: Plan) -> None:
     record = search_record(plan)
     assert record["overlap"] is True
     assert record["exposed_communication_s"] == plan.result.exposed_communication_s > 0
-    assert record["communication_s"] == pytest.approx(record["clocks"]["network"])
-    assert set(record["clocks"]) == {*(f"compute {kind.name}" for kind in plan.cluster.kinds), "network"}
+    assert record["communication_s"] == pytest.approx(record["clocks"]["collectives"])
+    assert set(record["clocks"]) == {*(f"compute {kind.name}" for kind in plan.cluster.kinds), "collectives"}
     json.dumps(record)
 
 
@@ -73,7 +73,7 @@ def test_reports_say_what_is_hidden(plan: Plan, capsys: pytest.CaptureFixture[st
         # The bar and the figures tell the same.
         computed = plan.timeline.computed[plan.timeline.tasks.group_of[device]]
         assert bar[1].count("#") / 72 == pytest.approx(computed / plan.cost, abs=0.15)
-    assert re.search(r"^network +[= ]*=", text, re.M)
+    assert re.search(r"^collectives +[= ]*=", text, re.M)
     fast, slow = plan.cluster.kinds
     assert f"{fast.name}: computing takes 1.25x as long beside a collective (as its description says)" in text
     assert f"{slow.name}: computing takes 1x as long beside a collective (a default: not measured)" in text

@@ -128,10 +128,9 @@ def random_chain(given: Space, rng: random.Random, longest: int = 4) -> Chain:
         if not among:
             break
         cuts.append(rng.choice(among))
-    kinds, links = chains.resources.kinds, len(chains.resources.links)
-    stream = rng.randrange(kinds)
+    stream, link = rng.randrange(chains.resources.kinds), chains.resources.link
     begins = rng.random() < 0.5
-    turns = [stream if (n % 2 == 0) == begins else kinds + rng.randrange(links) for n in range(len(cuts) + 1)]
+    turns = [stream if (n % 2 == 0) == begins else link for n in range(len(cuts) + 1)]
     return chains.chain(cuts, turns)
 
 

@@ -109,9 +109,8 @@ def exact_makespan(tasks: TaskGraph, order: Sequence[int] | None = None) -> int:
                 model.add(start[task][group] >= start[maker][group] + int(seconds[maker, group]))
             if machine in (Machine.COMPUTE, Machine.EVERYTHING):
                 used.setdefault(group, []).append((task, group))
-        for link in (Machine.NETWORK, Machine.INTRA):
-            if machine in (link, Machine.EVERYTHING):
-                used.setdefault(("link", link), []).append((task, 0))
+        if machine in (Machine.LINK, Machine.EVERYTHING):
+            used.setdefault("link", []).append((task, 0))
     for pairs in used.values():
         taken = [(start[t][g], int(seconds[t, g])) for t, g in pairs]
         if order is None:

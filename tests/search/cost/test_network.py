@@ -69,7 +69,7 @@ def test_hosts_of_several_devices() -> None:
     assert link.tree_s == pytest.approx((7 * 5 + 2 * 20) * US)
     # From a device of the last host, 3 messages inside it and 16 to others.
     assert link.direct_s == pytest.approx((3 * 5 + 16 * 20) * US)
-    assert (link.beta, link.crosses_hosts, link.latency) == (1e-9, True, 20e-6)
+    assert (link.beta, link.latency) == (1e-9, 20e-6)
     # Eight devices of a host have a block for each of the 12 others.
     assert link.swapped == 8 * 12
 
@@ -77,7 +77,7 @@ def test_hosts_of_several_devices() -> None:
 def test_inside_one_host() -> None:
     link = along(cluster_of(8))
     assert (link.ring_s, link.tree_s, link.direct_s) == tuple(pytest.approx(7 * 5 * US) for _ in range(3))
-    assert (link.beta, link.crosses_hosts, link.swapped) == (1e-10, False, 7)
+    assert (link.beta, link.swapped) == (1e-10, 7)
     # A chain of 8 is as far as around the ring, and sends more.
     pace = link.pace("all_reduce")
     assert isinstance(pace, Lines)

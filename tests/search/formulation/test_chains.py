@@ -19,7 +19,6 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import conversion_cost, shares_of
 from hapsynth.search.formulation.chains import Chain, Occupancy
 from hapsynth.search.planning.candidate import Candidate
-from hapsynth.search.planning.makespan import links_of
 from hapsynth.search.scheduling.list_schedule import schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph
 from hapsynth.search.scheduling.timeline import simulate
@@ -74,8 +73,7 @@ def test_the_longest_chain_is_no_shorter_than_others_that_alternate(given: Space
     for choices, *_ in programs(given, 2, seed=6):
         taken = given.costs.occupancy(choices.tolist())
         longest = given.chains.longest(taken, every)
-        resources = given.chains.resources
-        assert len(longest) <= resources.kinds * len({1, len(resources.links)})
+        assert len(longest) <= given.chains.resources.kinds
         # A shared conversion counts for the first use of a set alone; the search counts it for any.
         if longest and not taken.values.any():
             most = max(chain.length(taken) for chain in longest)
@@ -107,16 +105,15 @@ def test_chains_of_one_resource_are_what_it_does(given: Space) -> None:
         lengths = [chain.length(taken) for chain in given.chains.alone]
         first = [int(np.flatnonzero(costs.kind_of == k)[0]) for k in range(kinds)]
         streams = [busy(tasks, Machine.COMPUTE, tasks.group_of[device]) for device in first]
-        links = [busy(tasks, link, 0) for link in links_of(costs)]
+        sent = busy(tasks, Machine.LINK, 0)
         # Where they go together most of what is no byte's at the best rate is saved.
-        beside = lambda t: t.link.seconds(t.step, t.wire_bytes) - t.wire_bytes * t.link.beta
-        saved = [
-            fsum(beside(t) for k, t in tasks.transfers.items() if tasks.machine[k] is link) for link in links_of(costs)
-        ]
+        saved = fsum(
+            t.link.seconds(t.step, t.wire_bytes) - t.wire_bytes * t.link.beta for t in tasks.transfers.values()
+        )
         slower = [(1 - 1 / factor) * lengths[kinds] for factor in given.chains.resources.slowdowns]
         assert lengths[:kinds] == pytest.approx([a + b for a, b in zip(streams, slower, strict=True)], rel=1e-9)
-        for length, seconds, latency in zip(lengths[kinds:], links, saved, strict=True):
-            assert (seconds - latency - spared(costs, candidate)) / ROUNDING <= length <= seconds * ROUNDING
+        (of_link,) = lengths[kinds:]
+        assert (sent - saved - spared(costs, candidate)) / ROUNDING <= of_link <= sent * ROUNDING
 
 
 def test_nothing_counts_twice_in_a_chain(given: Space) -> None:

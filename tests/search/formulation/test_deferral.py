@@ -37,7 +37,6 @@ def test_no_program_sends_less_after_an_op(given: Space) -> None:
             variable, use = structure.op_variable[deferrable.op], deferrable.use
             group = 0 if use is None else use.needs.groups[choices[use.variable]]
             found = seconds[structure.choices[variable].triple[choices[variable]], group]
-            # On links that are not the first besides.
             assert found <= by_value[list(deferrable.values)].sum() * ROUNDING
 
 

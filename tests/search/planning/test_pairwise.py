@@ -43,7 +43,7 @@ from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.task import PlanningOptions, Task
-from hapsynth.search.scheduling.tasks import LINKS, Machine, tasks_of
+from hapsynth.search.scheduling.tasks import Machine, tasks_of
 from hapsynth.search.sizing.class_costs import ClassCosts
 from hapsynth.search.sizing.ratio_lp import RatioLP
 from hapsynth.search.sizing.relaxation import relaxation_bound
@@ -292,8 +292,8 @@ def test_in_a_schedule_it_takes_the_network_for_all_of_its_time() -> None:
     plan = planned(4, 0.5, 0.0, overlap=True)
     assert plan.program.collectives() == {STEP: 1}
     tasks = tasks_of(plan.program, plan.sizes, plan.cost_model())
-    (sent,) = [task for task, machine in enumerate(tasks.machine) if machine in LINKS]
-    assert tasks.machine[sent] is Machine.NETWORK
+    (sent,) = [task for task, machine in enumerate(tasks.machine) if machine is Machine.LINK]
+    assert tasks.machine[sent] is Machine.LINK
     assert tasks.longest[sent] == pytest.approx(0.25 * X.nbytes / 1e9)
 
 

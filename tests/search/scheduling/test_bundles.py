@@ -31,12 +31,12 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import AxisLink
 from hapsynth.search.scheduling.buckets import Neighbours, Trial, cut
 from hapsynth.search.scheduling.list_schedule import iterated, least_makespan, refined, schedule
-from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, Transfer, tasks_of
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph, Transfer, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 
 LATENCY = 2.0
-LINK = AxisLink(2, LATENCY, 1.0, 1.0, True, ring_s=0.0, tree_s=0.0, direct_s=0.0)
-COMPUTE, NETWORK = Machine.COMPUTE, Machine.NETWORK
+LINK = AxisLink(2, LATENCY, 1.0, 1.0, ring_s=0.0, tree_s=0.0, direct_s=0.0)
+COMPUTE, NETWORK = Machine.COMPUTE, Machine.LINK
 SMALL = LoweringOptions(bundled_bytes=100, bundle_bytes=100)
 
 
@@ -55,7 +55,7 @@ def graph_of(rows: Sequence[tuple[Machine, float, tuple[int, ...]]], options: Lo
             sent > options.bundled_bytes,
         )
         for task, each in enumerate(machine)
-        if each in LINKS
+        if each is Machine.LINK
     }
     seconds = np.array([[transfers[t].seconds if t in transfers else amount[t]] for t in range(len(rows))])
     instructions = tuple((task,) for task in range(len(rows)))
@@ -63,7 +63,7 @@ def graph_of(rows: Sequence[tuple[Machine, float, tuple[int, ...]]], options: Lo
 
 
 def sent(tasks: TaskGraph) -> list[set[int]]:
-    return [set(i) for i, machine in zip(tasks.instructions, tasks.machine, strict=True) if machine in LINKS]
+    return [set(i) for i, machine in zip(tasks.instructions, tasks.machine, strict=True) if machine is Machine.LINK]
 
 
 def test_what_waits_for_the_link_goes_together() -> None:
@@ -284,7 +284,7 @@ def test_collectives_stand_where_they_start(plan: hapsynth.Plan) -> None:
     found = simulate(tasks, order)
     ended = found.end.max(axis=1)
     computes = [task for task in order if tasks.machine[task] is COMPUTE]
-    transfers = [task for task in order if tasks.machine[task] in LINKS]
+    transfers = [task for task in order if tasks.machine[task] is Machine.LINK]
     assert transfers
     for task in transfers:
         start = float(found.start[task].max())

@@ -29,11 +29,11 @@ from hapsynth.search.planning.task import Task
 from hapsynth.search.scheduling import list_schedule
 from hapsynth.search.scheduling.idle_time import filled
 from hapsynth.search.scheduling.list_schedule import least_makespan, ordered, schedule
-from hapsynth.search.scheduling.tasks import LINKS, Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 from hapsynth.search.scheduling.waits import waits
 
-MACHINES = [Machine.COMPUTE] * 5 + [Machine.NETWORK] * 3 + [Machine.INTRA, Machine.LOCAL]
+MACHINES = [Machine.COMPUTE] * 5 + [Machine.LINK] * 4 + [Machine.LOCAL]
 
 
 def graph_of(rows: list[tuple[Machine, tuple[float, ...], tuple[int, ...]]]) -> TaskGraph:
@@ -147,7 +147,7 @@ def test_no_order_goes_below_the_bound(seed: int) -> None:
 
 
 def test_a_collective_hides_behind_what_does_not_need_it() -> None:
-    compute, network = Machine.COMPUTE, Machine.NETWORK
+    compute, network = Machine.COMPUTE, Machine.LINK
     rows = [(compute, (2.0,), ()), (network, (5.0,), (0,)), (compute, (4.0,), (0,)), (compute, (1.0,), (1, 2))]
     timeline = simulate(graph_of(rows), range(4))
     assert timeline.start[:, 0].tolist() == [0, 2, 2, 7]
@@ -157,7 +157,7 @@ def test_a_collective_hides_behind_what_does_not_need_it() -> None:
 
 def test_gradients_of_weights_go_out_during_the_backward_pass() -> None:
     """A chain of three layers, each with a gradient to be summed: whoever runs the chain first sends too late."""
-    compute, network = Machine.COMPUTE, Machine.NETWORK
+    compute, network = Machine.COMPUTE, Machine.LINK
     rows = []
     for layer in range(3):
         chain = () if not layer else (3 * (layer - 1),)
@@ -181,9 +181,9 @@ def test_part_of_what_can_wait_is_put_off(monkeypatch: pytest.MonkeyPatch) -> No
             rows.append((Machine.COMPUTE, (rng.uniform(0.5, 1.5),), last))
             last = (len(rows) - 1,)
             rows.append((Machine.COMPUTE, (rng.uniform(0.5, 1.5),), last))
-            rows.append((Machine.NETWORK, (rng.uniform(0.3, 1.3),), (len(rows) - 1,)))
+            rows.append((Machine.LINK, (rng.uniform(0.3, 1.3),), (len(rows) - 1,)))
             reductions.append(len(rows) - 1)
-        rows += [(Machine.NETWORK, (6.0,), last), (Machine.COMPUTE, (1.0,), (len(rows), *reductions))]
+        rows += [(Machine.LINK, (6.0,), last), (Machine.COMPUTE, (1.0,), (len(rows), *reductions))]
         tasks = graph_of(rows)
         found = schedule(tasks).makespan_s
         with monkeypatch.context() as without:
@@ -195,7 +195,7 @@ def test_part_of_what_can_wait_is_put_off(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_wait_is_filled_with_what_fits() -> None:
     """Of what is ready then and computed later, not with what takes longer, nor with what needs the result."""
-    compute, network = Machine.COMPUTE, Machine.NETWORK
+    compute, network = Machine.COMPUTE, Machine.LINK
     tasks = graph_of(
         [
             (compute, (1.0, 2.0), ()),
@@ -226,7 +226,7 @@ def test_filled_waits_make_no_schedule_longer(seed: int) -> None:
 
 
 def test_computing_is_slower_while_something_is_sent() -> None:
-    compute, network = Machine.COMPUTE, Machine.NETWORK
+    compute, network = Machine.COMPUTE, Machine.LINK
     rows = [
         (compute, (1.0, 1.0), ()),
         (network, (3.0, 3.0), (0,)),
@@ -250,7 +250,7 @@ def test_work_is_done_at_the_rate_that_contention_leaves(seed: int) -> None:
     slow = np.array([rng.choice([1.0, 1.25, 3.0]) for _ in range(2)])
     order = random_order(rng, tasks)
     found = simulate(replace(tasks, slowdown=slow), order)
-    sent = [t for t, m in enumerate(tasks.machine) if m in LINKS]
+    sent = [t for t, m in enumerate(tasks.machine) if m is Machine.LINK]
     windows = merged([(found.start[t, 0], found.end[t, 0]) for t in sent])
     until = np.zeros(2)
     for task in [t for t in order if tasks.machine[t] is Machine.COMPUTE or tasks.machine[t] is Machine.EVERYTHING]:
@@ -263,10 +263,9 @@ def test_work_is_done_at_the_rate_that_contention_leaves(seed: int) -> None:
             assert ended - begun - beside * (1 - 1 / slow) == pytest.approx(tasks.seconds[task], abs=1e-9)
             assert all((begun >= m - 1e-9).all() for m in made)
     assert sum(waits(found).values(), np.zeros(2)) == pytest.approx(found.exposed, abs=1e-9)
-    # What no order goes below: a device's work, and what a link's collectives keep it from meanwhile.
-    for link in LINKS:
-        busy = sum(tasks.seconds[t, 0] for t in sent if tasks.machine[t] is link)
-        assert found.makespan_s >= (computing(tasks) + (1 - 1 / slow) * busy).max() - 1e-9
+    # What no order goes below: a device's work, and what collectives keep it from meanwhile.
+    busy = tasks.seconds[sent, 0].sum()
+    assert found.makespan_s >= (computing(tasks) + (1 - 1 / slow) * busy).max() - 1e-9
     assert least_makespan(replace(tasks, slowdown=slow)) <= found.makespan_s + 1e-9
 
 
@@ -314,7 +313,7 @@ def planned(request: pytest.FixtureRequest):
 def busy(tasks: TaskGraph) -> dict[Machine, np.ndarray]:
     """Seconds that each machine works, whatever the order, in each group; what takes everything counts for all."""
     machine = np.array(tasks.machine)
-    used = [Machine.COMPUTE, *(m for m in (Machine.NETWORK, Machine.INTRA) if m in tasks.machine)]
+    used = [m for m in (Machine.COMPUTE, Machine.LINK) if m in tasks.machine]
     return {m: tasks.seconds[(machine == m) | (machine == Machine.EVERYTHING)].sum(axis=0) for m in used}
 
 
@@ -331,7 +330,7 @@ def test_a_program_takes_no_longer_than_one_instruction_after_another(planned) -
     sent = fsum(
         c.seconds for c in instruction_costs(result.program, result.sizes, costs) if isinstance(c.instruction, Convert)
     )
-    assert busy(tasks).get(Machine.NETWORK, np.zeros(1)).max() == pytest.approx(sent)
+    assert busy(tasks).get(Machine.LINK, np.zeros(1)).max() == pytest.approx(sent)
 
 
 def test_devices_of_a_kind_with_like_shares_are_one_group(planned) -> None:
