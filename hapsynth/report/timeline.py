@@ -72,15 +72,15 @@ def _print_waits(out: Console, plan: Plan, timeline: Timeline, names: Sequence[s
         is_sent = tasks.machine[task] is Machine.LINK
         if is_sent and len(places) > 1:
             made += f", with {len(places) - 1} more"
-        what = "collective" if is_sent else "loop or branch"
+        kind = "collective" if is_sent else "loop or branch"
         times = (timeline.start[task, group], timeline.end[task, group], found[task][group])
-        rows.append([made, what, *map(seconds, times), names[group]])
+        rows.append([made, kind, *map(seconds, times), names[group]])
     if len(order) > top:
         left = max(float(sum(found[task][g] for task in order[top:])) for g in range(len(names)))
         rows.append([plural(len(order) - top, "shorter wait"), "", "", "", seconds(left), "at most"])
     if rows:
         out.print(heading("The longest waits"))
-        out.print(table(["for", "which is a", "begins", "ends", "exposed", "on devices"], rows, left=2))
+        out.print(table(["for", "kind", "begins", "ends", "exposed", "on devices"], rows, left=2))
 
 
 def print_step(out: Console, step: Step, top: int) -> None:

@@ -33,6 +33,8 @@ class NetworkPrice:
     axes: Sequence[tuple[str, int]]
 
     def __call__(self, one: Collective) -> float:
+        if one.group == 1:
+            return 0.0
         if one.op == "collective-permute":
             return self._permuted(one)
         link, step = self._between(one.members), _STEPS.get(one.op)
@@ -57,7 +59,7 @@ class NetworkPrice:
     def _between(self, groups: Sequence[Sequence[int]]) -> AxisLink:
         key = frozenset(frozenset(group) for group in groups if len(group) > 1)
         if key not in self._links:
-            self._links[key] = link_between(self.cluster, [sorted(group) for group in key])
+            self._links[key] = link_between(self.cluster, sorted(map(sorted, key)))
         return self._links[key]
 
     @cached_property

@@ -60,13 +60,12 @@ class AxisLink:
 
     `latency`: seconds of a message over the slowest link. `beta`: seconds per byte that a ring of each group passes on,
     where groups share a host's link that of all of them. `swapped`: how many blocks of an all-to-all cross the slowest
-    link, in units of what `beta` counts. `ring_s`:
-    seconds of a message around a ring, from one device through all others; `tree_s`: up a tree, a chain inside hosts
-    and binary between them; `direct_s`: of messages from one device to each other, one after the other. `slowest`: the
-    link with the most to send for its bandwidth. `curves`: seconds by wire bytes of the collectives that were
-    measured, which go before these. `levels`: of its hosts, where it goes over several, by what goes over them.
-    `shifts`: seconds per byte of a permute in which every device sends to the one that is 1, 2, ... n - 1 places
-    further on, around the axis: of a host several may cross its link at once.
+    link, in units of what `beta` counts. `ring_s`: seconds of a message around a ring, from one device through all
+    others; `tree_s`: up a tree, a chain inside hosts and binary between them; `direct_s`: of messages from one device
+    to each other, one after the other. `slowest`: the link with the most to send for its bandwidth. `curves`: seconds
+    by wire bytes of the collectives that were measured, which go before these. `levels`: of its hosts, where it goes
+    over several, by what goes over them. `shifts`: seconds per byte of a permute in which every device sends to the one
+    that is 1, 2, ... n - 1 places further on, around the axis: of a host several may cross its link at once.
     """
 
     n: int

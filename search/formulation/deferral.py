@@ -111,8 +111,8 @@ class Deferral:
 
 
 class SentAfter:
-    """What deferrable ops send after themselves, as the choices of a plain `builder` come to.
-    `steps`: of a value, the seconds that each single step of its conversions takes at least."""
+    """What deferrable ops send after themselves, as the choices of a plain `builder` come to. `steps`: of a value, the
+    seconds that each single step of its conversions takes at least."""
 
     def __init__(
         self,

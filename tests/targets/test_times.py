@@ -50,6 +50,7 @@ def test_groups_are_priced_by_what_they_go_over(axes: list[tuple[str, int]]) -> 
     assert price(collective("all-gather", PLACES[::-1])) == price(collective("all-gather", PLACES))
     assert price(collective("all-reduce", ((0, 2), (1,), (3,)))) < price(collective("all-reduce", PLACES))
     assert price(collective("all-gather", HOSTS)) == pytest.approx(fast.seconds("all_gather", 1024))
+    assert price(collective("all-reduce", ((0,), (1,), (2,), (3,)))) == 0
     whole = axis_links(FOUR, [("d", 4)])[0].seconds("all_gather", 3072)
     assert price(collective("all-gather")) == pytest.approx(whole)
 
