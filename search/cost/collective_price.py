@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.hlo.collectives import Collective
+from hapsynth.search.cost.model import Ints
 from hapsynth.search.cost.network import AxisLink, axis_links, devices_of, link_between, permute_per_byte
-
-Ints = npt.NDArray[np.int64]
 
 _STEPS = {
     "all-reduce": "all_reduce",

@@ -2,10 +2,10 @@
 
 Devices of one kind that hold the same shares of everything are a group: they do the same at the same time. A collective
 takes all devices, and the link, for as long as the cost model says; those of a bundle are one, of one latency. There is
-one link, whatever mesh axes are: processes run one collective after another, all in the same order, on GPUs
-(`lower/_pinned.py`) and on CPUs (`lower/_collective_thread.py`). A loop or a branch
-is one task that takes everything: nothing goes on beside it. Slices of what is there already take no time. An op whose
-result one other op alone reads, and which lies nowhere in memory, is one task with that: XLA makes one kernel of both.
+one link, whatever the mesh axes are: processes run one collective after another, all in the same order, on GPUs
+(`lower/_pinned.py`) and on CPUs (`lower/_collective_thread.py`). A loop or a branch is one task that takes everything:
+nothing goes on beside it. Slices of what is there already take no time. An op whose result one other op alone reads,
+and which lies nowhere in memory, is one task with that: XLA makes one kernel of both.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Simulation:
         """When each task starts and ends [groups][tasks], in an order that may leave some out."""
         machine, users, missing = self.machine, self.users, list(self.missing)
         count, groups = len(machine), range(len(self.seconds))
-        compute, everything, local = Machine.COMPUTE, Machine.EVERYTHING, Machine.LOCAL
+        compute, link, everything, local = Machine.COMPUTE, Machine.LINK, Machine.EVERYTHING, Machine.LOCAL
         start, end, since = ([[0.0] * count for _ in groups] for _ in range(3))
         # Of each group its seconds, when its tasks have what they are made of, start and end, and its slowdown.
         slowdown = self.slowdown or [1.0] * len(groups)
@@ -112,7 +112,7 @@ class Simulation:
         pairs = [*zip(since, end, strict=True)]
         stream = [0.0] * len(groups)
         sent = _Sent()
-        queue = iter([t for t in order if machine[t] in (Machine.LINK, everything)])
+        queue = iter([t for t in order if machine[t] in (link, everything)])
         head, free = next(queue, None), 0.0
         finished = [t for t in order if not missing[t] and machine[t] is local]
         computed = [t for t in order if machine[t] is compute or machine[t] is everything]
@@ -161,7 +161,7 @@ class Simulation:
                     break
                 can_send = False
                 # Whatever is next on the link and has its operand.
-                while head is not None and machine[head] is Machine.LINK and not missing[head]:
+                while head is not None and machine[head] is link and not missing[head]:
                     begun = free
                     for ready in since:
                         if ready[head] > begun:

@@ -197,7 +197,6 @@ def test_in_a_schedule_it_takes_the_network_for_all_of_its_time() -> None:
     assert name == "hierarchical_all_reduce"
     tasks = tasks_of(plan.program, plan.sizes, plan.cost_model())
     (sent,) = [task for task, machine in enumerate(tasks.machine) if machine is Machine.LINK]
-    assert tasks.machine[sent] is Machine.LINK
     assert tasks.longest[sent] == pytest.approx(seconds(along(cluster), name, tasks.transfers[sent].nbytes))
     assert tasks.transfers[sent].nbytes in (4.0, 64 * 64 * 4.0)
 

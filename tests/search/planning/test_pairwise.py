@@ -293,7 +293,6 @@ def test_in_a_schedule_it_takes_the_network_for_all_of_its_time() -> None:
     assert plan.program.collectives() == {STEP: 1}
     tasks = tasks_of(plan.program, plan.sizes, plan.cost_model())
     (sent,) = [task for task, machine in enumerate(tasks.machine) if machine is Machine.LINK]
-    assert tasks.machine[sent] is Machine.LINK
     assert tasks.longest[sent] == pytest.approx(0.25 * X.nbytes / 1e9)
 
 

@@ -147,8 +147,8 @@ def test_no_order_goes_below_the_bound(seed: int) -> None:
 
 
 def test_a_collective_hides_behind_what_does_not_need_it() -> None:
-    compute, network = Machine.COMPUTE, Machine.LINK
-    rows = [(compute, (2.0,), ()), (network, (5.0,), (0,)), (compute, (4.0,), (0,)), (compute, (1.0,), (1, 2))]
+    compute, link = Machine.COMPUTE, Machine.LINK
+    rows = [(compute, (2.0,), ()), (link, (5.0,), (0,)), (compute, (4.0,), (0,)), (compute, (1.0,), (1, 2))]
     timeline = simulate(graph_of(rows), range(4))
     assert timeline.start[:, 0].tolist() == [0, 2, 2, 7]
     assert timeline.makespan_s == 8
@@ -157,11 +157,11 @@ def test_a_collective_hides_behind_what_does_not_need_it() -> None:
 
 def test_gradients_of_weights_go_out_during_the_backward_pass() -> None:
     """A chain of three layers, each with a gradient to be summed: whoever runs the chain first sends too late."""
-    compute, network = Machine.COMPUTE, Machine.LINK
+    compute, link = Machine.COMPUTE, Machine.LINK
     rows = []
     for layer in range(3):
         chain = () if not layer else (3 * (layer - 1),)
-        rows += [(compute, (1.0,), chain), (compute, (1.0,), (3 * layer,)), (network, (2.0,), (3 * layer + 1,))]
+        rows += [(compute, (1.0,), chain), (compute, (1.0,), (3 * layer,)), (link, (2.0,), (3 * layer + 1,))]
     tasks = graph_of(rows)
     chain_first = simulate(tasks, [0, 3, 6, 1, 2, 4, 5, 7, 8])
     assert chain_first.makespan_s == 10
@@ -195,11 +195,11 @@ def test_part_of_what_can_wait_is_put_off(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_wait_is_filled_with_what_fits() -> None:
     """Of what is ready then and computed later, not with what takes longer, nor with what needs the result."""
-    compute, network = Machine.COMPUTE, Machine.LINK
+    compute, link = Machine.COMPUTE, Machine.LINK
     tasks = graph_of(
         [
             (compute, (1.0, 2.0), ()),
-            (network, (4.0, 4.0), (0,)),
+            (link, (4.0, 4.0), (0,)),
             (compute, (1.0, 1.0), (1,)),
             (compute, (6.0, 6.0), ()),
             (compute, (2.0, 2.0), ()),
@@ -226,12 +226,12 @@ def test_filled_waits_make_no_schedule_longer(seed: int) -> None:
 
 
 def test_computing_is_slower_while_something_is_sent() -> None:
-    compute, network = Machine.COMPUTE, Machine.LINK
+    compute, link = Machine.COMPUTE, Machine.LINK
     rows = [
         (compute, (1.0, 1.0), ()),
-        (network, (3.0, 3.0), (0,)),
+        (link, (3.0, 3.0), (0,)),
         (compute, (4.0, 1.0), (0,)),
-        (network, (1.0, 1.0), (1,)),
+        (link, (1.0, 1.0), (1,)),
     ]
     tasks = graph_of(rows)
     assert simulate(replace(tasks, slowdown=np.ones(2)), range(4)).end[2].tolist() == [5, 2]
