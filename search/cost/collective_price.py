@@ -10,7 +10,7 @@ import numpy as np
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.hlo.collectives import Collective
-from hapsynth.search.cost.model import Ints
+from hapsynth.search.cost.device_speed import Ints
 from hapsynth.search.cost.network import AxisLink, axis_links, devices_of, link_between, permute_per_byte
 
 _STEPS = {

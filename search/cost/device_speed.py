@@ -15,6 +15,7 @@ from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.cluster.granularity import Granularity
 
 Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 class Speeds:

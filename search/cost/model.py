@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from copy import copy
 from functools import cached_property, reduce
 from math import prod
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,14 +38,11 @@ from hapsynth.search.analysis.numbering import Numbering
 from hapsynth.search.analysis.op_class import amount_of, class_of
 from hapsynth.search.analysis.op_signature import signature_of
 from hapsynth.search.analysis.optimizer_update import Together
-from hapsynth.search.cost.device_speed import DeviceFigures, Floats, Speeds
+from hapsynth.search.cost.device_speed import DeviceFigures, Floats, Ints, Speeds
 from hapsynth.search.cost.network import PRICES, Largest, Sent, Shares, axis_links, devices_of, mesh_axes
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.share_range import Mask, ShareRange
 from hapsynth.search.cost.work import Work, lanes_of
-
-Ints: TypeAlias = npt.NDArray[np.int64]
-
 
 _NEARLY = 1e-9
 """Shares of which so little is missing come to what is asked for, as rounding has it."""

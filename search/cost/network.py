@@ -33,8 +33,8 @@ from hapsynth.instructions.collectives import (
 )
 from hapsynth.instructions.layout import MOST_AXES
 from hapsynth.instructions.staging.moved_rows import even_rows, moved, rounds
-from hapsynth.search.cost.device_speed import Floats
-from hapsynth.search.cost.least_rounds import LeastRounds, least_rounds, least_rounds_of_each
+from hapsynth.search.cost.device_speed import Floats, Ints
+from hapsynth.search.cost.least_rounds import least_rounds, least_rounds_of_each
 from hapsynth.search.cost.share_range import Mask, ShareRange
 
 Largest = Callable[[int, tuple[int, ...], int], float]
@@ -303,25 +303,24 @@ class PriceOfRounds(Price):
     def least(self, link: AxisLink, nbytes: float, old: ShareRange, new: ShareRange, fast: Mask) -> float:
         """Seconds, at least, where the shares of the two dimensions are in these ranges. `fast`: which positions are
         the fastest."""
-        return float(self._seconds(link, nbytes, [least_rounds(old, new, fast, link.rounds[1].tolist())])[0])
+        return float(self._seconds(link, nbytes, *least_rounds(old, new, fast, link.rounds[1].tolist())))
 
     def least_of_each(
         self,
         link: AxisLink,
         nbytes: float,
         varied: Sequence[ShareRange],
-        other: ShareRange,
+        others: Sequence[ShareRange],
         fast: Mask,
         *,
         backward: bool,
     ) -> Floats:
-        """As `least`, of each of some ranges of one dimension, the one whose shards are sent or, `backward`, the other
-        [ranges]; of the other's shares each is taken at its least."""
+        """As `least`, of each of some ranges of one dimension, the one whose shards are sent or, `backward`, the other,
+        beside each of some of the other [others, ranges]; of the other's shares each is taken at its least."""
         weights = link.rounds[1].tolist()
-        return self._seconds(link, nbytes, least_rounds_of_each(varied, other, fast, weights, backward=backward))
+        return self._seconds(link, nbytes, *least_rounds_of_each(varied, others, fast, weights, backward=backward))
 
-    def _seconds(self, link: AxisLink, nbytes: float, found: Sequence[LeastRounds]) -> Floats:
-        number, sent = np.array(found, dtype=np.float64).T
+    def _seconds(self, link: AxisLink, nbytes: float, number: Ints | int, sent: Floats | float) -> Floats:
         return np.maximum(link.rounds[0] * number + nbytes * sent, self.evenly(link, nbytes, link.n**2))
 
     def sent(self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares) -> Sent:

@@ -15,10 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hapsynth.search.cost.device_speed import DeviceFigures, Floats, Speeds
+from hapsynth.search.cost.device_speed import DeviceFigures, Floats, Ints, Speeds
 from hapsynth.search.cost.work import Work, tiled, within
-
-Ints = npt.NDArray[np.int64]
 
 
 def busy(launching: float | Floats, computing: float | Floats, moving: float | Floats) -> Floats:

@@ -251,12 +251,11 @@ class RangeBuilder(BuilderOfWays):
         if isinstance(old, ShareNodes) and isinstance(new, ShareNodes):
             old, new = (replace(nodes, finest=_CELLS_OF_TWO) for nodes in (old, new))
         rows, columns = ((side,) if isinstance(side, ShareRange) else side.cell_ranges for side in (old, new))
-        each = lambda varied, other, backward: price.least_of_each(link, nbytes, varied, other, fast, backward=backward)
         found = np.zeros((len(rows), len(columns)))
         if isinstance(old, ShareNodes):
-            found = np.maximum(found, np.stack([each(rows, other, False) for other in columns], axis=1))
+            found = np.maximum(found, price.least_of_each(link, nbytes, rows, columns, fast, backward=False).T)
         if isinstance(new, ShareNodes):
-            found = np.maximum(found, np.stack([each(columns, other, True) for other in rows]))
+            found = np.maximum(found, price.least_of_each(link, nbytes, columns, rows, fast, backward=True))
         if isinstance(old, ShareNodes):
             found = old.below(found.T).T
         return new.below(found) if isinstance(new, ShareNodes) else found

@@ -106,10 +106,10 @@ def over_even(costs: CostModel, each: Sequence[ShareRange], other: ShareRange, *
     with its shares in each of some ranges and another one [ranges]. `roughly`: by the other's least shares alone."""
     n, fast, ones = costs.n, costs.fastest, [1.0] * (costs.n - 1)
     padded = np.array([one.largest[0] * other.largest[0] * n**2 for one in each])
-    sent = [rounds.sent for rounds in least_rounds_of_each(each, other, fast, ones)]
+    (sent,) = least_rounds_of_each(each, [other], fast, ones)[1]
     if not roughly:
-        sent = [max(mine, least_rounds(one, other, fast, ones).sent) for mine, one in zip(sent, each, strict=True)]
-    return np.maximum(np.minimum(padded, np.array(sent) * n**2 / (n - 1)), 1.0)
+        sent = np.maximum(sent, [least_rounds(one, other, fast, ones).sent for one in each])
+    return np.maximum(np.minimum(padded, sent * n**2 / (n - 1)), 1.0)
 
 
 def converted(builder: RangeBuilder, states: Sequence[tuple[Domain, int]]) -> Iterator[Conversion]:

@@ -25,7 +25,8 @@ from hapsynth.instructions.program.bundles import bundles_of, family
 from hapsynth.instructions.program.program import Block, Compute, Convert, Program, Property, nested
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
-from hapsynth.search.cost.model import CostModel, Floats, Ints
+from hapsynth.search.cost.device_speed import Floats, Ints
+from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import AxisLink
 from hapsynth.search.cost.program_cost import Cost, instruction_costs, load_seconds, shares, shares_of
 from hapsynth.search.cost.program_index import ProgramIndex

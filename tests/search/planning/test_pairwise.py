@@ -160,8 +160,9 @@ def test_least_of_a_range_is_no_more_than_any_in_it_takes(data: st.DataObject) -
         assert price.least(link, nbytes, *within, fast) <= (latency + moving) * (1 + 1e-9)
         for varied, other, backward in ((within, within[1], False), (within[::-1], within[0], True)):
             # Of several ranges that were asked for at once, that of the first.
-            each = price.least_of_each(link, nbytes, [varied[0], *around_them], other, fast, backward=backward)
-            assert each[0] <= (latency + moving) * (1 + 1e-9)
+            of, beside = [varied[0], *around_them], [*around_them, other]
+            each = price.least_of_each(link, nbytes, of, beside, fast, backward=backward)
+            assert each[-1, 0] <= (latency + moving) * (1 + 1e-9)
     even = link.seconds(PADDED, link.wire_bytes(PADDED, nbytes / n**2))
     whole = ShareRange((1 / n, 1.0))
     assert price.least(link, nbytes, whole, whole, fast) == pytest.approx(even)
