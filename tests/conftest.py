@@ -2,6 +2,8 @@
 
 Programs run once or twice here, and compiling them took most of the time, so XLA generates code without optimizing it;
 the HLO stays the same. Tests marked `optimized` take XLA's optimizations, HAPSYNTH_OPTIMIZED=1 has all tests take them.
+Bounds of makespans are raised in as few rounds as those of the largest steps are: of steps this small they took most of
+the time of planning. HAPSYNTH_THOROUGH=1 has all rounds.
 Generated examples are the same in every run; HAPSYNTH_NEW_EXAMPLES=1 draws new ones. Of cases that are drawn or
 combined a few are gone through, with HAPSYNTH_THOROUGH=1 all (`support/thoroughness.py`). Processes that tests start
 find hapsynth compiled to bytecode, and Python's collector of cyclic garbage, a quarter of the search's time, runs
@@ -21,10 +23,12 @@ import hypothesis
 import jax
 import pytest
 from cli_model import write_model
+from thoroughness import THOROUGH
 
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.instructions.rules import REGISTRY, extension
+from hapsynth.search.planning import makespan
 
 DEVICES = 8
 GPU = os.environ.get("HAPSYNTH_GPU", "")
@@ -47,6 +51,10 @@ if QUICK and jax.__version_info__ < (0, 11):
     # Compiles in a third of the time. The first is gone from JAX 0.11 on, and XLA ends a process over a flag unknown.
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
+ROUNDS = makespan._ROUNDS_OF_BOUND
+if not THOROUGH:
+    makespan._ROUNDS_OF_BOUND = ROUNDS[0], ROUNDS[0]
 
 # Tests of planning plan.
 os.environ["HAPSYNTH_CACHE_DIR"] = "off"
@@ -73,6 +81,12 @@ def eight_devices() -> list[jax.Device]:
     devices = jax.devices("cpu")
     assert len(devices) == DEVICES, f"{len(devices)} devices; was a backend started before tests/conftest.py?"
     return devices
+
+
+@pytest.fixture
+def all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of makespans are raised in as many rounds as in a user's search."""
+    monkeypatch.setattr(makespan, "_ROUNDS_OF_BOUND", ROUNDS)
 
 
 @pytest.fixture(autouse=True)
