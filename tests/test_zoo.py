@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from slow_devices import first_devices, thin_cluster
-from thoroughness import THOROUGH
+from thoroughness import THOROUGH, some
 from zoo import functional, language, solvers, vision
 from zoo.kinds import Model
 
@@ -82,7 +82,7 @@ def test_hardly_anything_is_computed_whole(name: str) -> None:
     assert not [op for op in without if is_elementwise(op) or op.name in ("dot_general", "conv_general_dilated")]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, 8))
 def test_planned_for_the_everyday_cluster(name: str) -> None:
     """Such small steps are mostly not worth cutting there, but always planned to the end."""
     result = Planner(Task(graph_of(name), hapsynth.Cluster.load(MIXED))).run()

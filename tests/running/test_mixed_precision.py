@@ -133,7 +133,7 @@ def test_a_right_plan_passes(name: str) -> None:
 
 @pytest.mark.usefixtures("one_reference")
 @pytest.mark.parametrize(
-    ("name", "mutation"), some(product(CASES, MUTATIONS), 12), ids=lambda x: x if isinstance(x, str) else x.__name__
+    ("name", "mutation"), some(product(CASES, MUTATIONS), 7), ids=lambda x: x if isinstance(x, str) else x.__name__
 )
 def test_a_wrong_program_fails(name: str, mutation: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     right, args = planned(name)

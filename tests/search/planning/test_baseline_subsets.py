@@ -34,7 +34,7 @@ TINY_MOE = replace(models.BERT_MOE, batch=2, seq=8, width=16, heads=2, ff=32, vo
 
 @cache
 def perceptron() -> Traced:
-    return trace(*models.mlp(4, layers=2, config=MLP))
+    return trace(*models.mlp(4, layers=1, config=MLP))
 
 
 @cache

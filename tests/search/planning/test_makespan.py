@@ -18,6 +18,7 @@ from control_cases import CASES, floats
 from orders import random_order
 from random_programs import mlp_args, mlp_step
 from slow_devices import first_devices, slow_cluster
+from thoroughness import some
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster
@@ -151,8 +152,10 @@ def scheduled(given: Space, choices: Ints) -> tuple[Candidate, TaskGraph]:
 
 
 # Without contention at one bandwidth: `test_no_program_in_any_order_is_below_the_bound` has it at others.
-@pytest.mark.parametrize(("bandwidth", "contention"), [(1e8, 1.5), (1e10, 1.0), (1e10, 1.5), (1e11, 1.5)])
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("name", "bandwidth", "contention"),
+    some(((name, *on) for name in TINY for on in ((1e8, 1.5), (1e10, 1.0), (1e10, 1.5), (1e11, 1.5))), 6),
+)
 def test_no_program_at_any_ratios_is_below_the_joint_bound(name: str, bandwidth: float, contention: float) -> None:
     given = tiny(name, bandwidth, contention)
     search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
