@@ -62,7 +62,7 @@ def least_rounds_of_each(
     return number, most * sent
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 14)
 def _found(
     varied: tuple[ShareRange, ...],
     others: tuple[ShareRange, ...],
