@@ -17,9 +17,8 @@ demo: .venv
 	$(BIN)/python -m hapsynth search examples/transformer.py:six_layers --cluster examples/clusters/mixed8.toml --plan out/plan.json
 	$(BIN)/python -m hapsynth view out/plan.json examples/transformer.py:six_layers -o out/plan.html
 
-# Three for two cores, as jobs of processes mostly wait.
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv
 	$(BIN)/ruff check
