@@ -80,8 +80,8 @@ def _found(
     sent = np.zeros((len(others), len(varied)))
     pairs = [(k, i) for k, f in enumerate(factors) if (f > _NOTHING).any() for i in spread(len(varied), _SOLVED)]
     at_once = max(1, _ROWS // turned.size)
-    for first in range(0, len(pairs), at_once):
-        of, at = np.array(pairs[first : first + at_once]).T
+    for begin in range(0, len(pairs), at_once):
+        of, at = np.array(pairs[begin : begin + at_once]).T
         each = np.stack([factors[k] for k in of])
         for k, slopes in zip(of, _slopes((least[at], most[at]), (mask, together[at]), each, weights), strict=True):
             sent[k] = np.maximum(sent[k], _least(slopes, (least, most), (mask, together)))
@@ -107,8 +107,7 @@ def _slopes(
     those within these bounds [cases, n], of which some sum to what is from the first to the second [cases, 2]: [cases,
     n]. `others`: [cases, rounds, n], of each round what each position's share is multiplied by.
 
-    All cases are one linear program, in which none has to do with another: most of what the solver takes for one of
-    this size it takes to begin."""
+    All cases are one block-diagonal linear program: most of what the solver takes for one case it takes to begin."""
     cases, rounds, n = others.shape
     (least, most), (some, ends) = shares, together
     pieces, height, width = rounds * n, rounds * n + 2, n + rounds
@@ -134,6 +133,7 @@ def _slopes(
         method="highs",
     )
     if found.x is None:
+        # One case without a solution leaves all without.
         if cases == 1:
             return np.zeros((1, n))
         alone = [slice(k, k + 1) for k in range(cases)]

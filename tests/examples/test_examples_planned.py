@@ -39,9 +39,9 @@ def graph_of(example):
 
 # Every example on some, on every cluster several.
 ON = {
-    "mlp": ("even8", "paper64", "straggler"),
+    "mlp": ("even8", "mixed8", "tiny_and_big", "paper64", "straggler"),
     "transformer": ("mixed8", "tiny_and_big"),
-    "cnn": ("even8", "straggler"),
+    "cnn": ("even8", "paper64", "straggler"),
 }
 
 

@@ -39,7 +39,7 @@ def chains_of(given: Space, taken: Occupancy, rng: random.Random) -> list[Chain]
 
 def test_no_program_is_shorter_than_a_chain(given: Space) -> None:
     rng, tight = random.Random(1), 0.0
-    for choices, _, tasks in programs(given, 3, seed=5, frugal=True):
+    for choices, _, tasks in programs(given, 4, seed=5, frugal=True):
         taken = given.costs.occupancy(choices.tolist())
         best = schedule(tasks)
         drawn = [simulate(tasks, random_order(rng, tasks)).makespan_s for _ in range(4)]
@@ -100,7 +100,7 @@ def spared(costs: CostModel, candidate: Candidate) -> float:
 
 def test_chains_of_one_resource_are_what_it_does(given: Space) -> None:
     costs, kinds = given.task.costs, given.chains.resources.kinds
-    for choices, candidate, tasks in programs(given, 3, seed=7):
+    for choices, candidate, tasks in programs(given, 4, seed=7):
         taken = given.costs.occupancy(choices.tolist())
         lengths = [chain.length(taken) for chain in given.chains.alone]
         first = [int(np.flatnonzero(costs.kind_of == k)[0]) for k in range(kinds)]

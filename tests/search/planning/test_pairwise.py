@@ -34,7 +34,7 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.moved_rows import rounds
 from hapsynth.plan import Form
 from hapsynth.report.cost_breakdown import Sending, cost_lines, print_costs
-from hapsynth.search.cost.least_rounds import least_rounds
+from hapsynth.search.cost.least_rounds import least_rounds, least_rounds_of_each
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import PRICES, AxisLink, PriceOfRounds, Shares, axis_links
 from hapsynth.search.cost.program_cost import program_cost
@@ -418,6 +418,23 @@ def test_rounds_that_send_something() -> None:
     number = lambda other: least_rounds(halves, other, fast, [1.0] * 3).number
     assert number(ShareRange((0.25, 1.0))) == 1
     assert number(ShareRange((0.25, 0.3), (0.2, 0.25), (0.5, 0.6)).tightened(fast)) == 3
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_many_at_once_are_as_each_alone(backward: bool) -> None:
+    """Also beside a range of which no shares are: the fast ones have at most 0.6 together, and are said to have 0.9."""
+    fast, ones = np.array([True, True, False, False]), [1.0] * 3
+    none = ShareRange((0.25, 0.3), (0.0, 0.3), (0.9, 1.0))
+    varied = [ShareRange((0.3, 0.35)), none, ShareRange((0.25, 0.6), (0.1, 0.2)).tightened(fast)]
+    others = [ShareRange((3 / 8, 3 / 8), (1 / 8, 1 / 8)), ShareRange((0.25, 1.0)), ShareRange((0.9, 1.0))]
+    number, sent = least_rounds_of_each(varied, others, fast, ones, backward=backward)
+    for k, other in enumerate(others):
+        (of,), (least,) = least_rounds_of_each(varied, [other], fast, ones, backward=backward)
+        assert (of == number[k]).all()
+        assert least == pytest.approx(sent[k], rel=1e-9)
+        for i in (0, 2):
+            alone = least_rounds_of_each([varied[i]], [other], fast, ones, backward=backward)[1]
+            assert alone.item() <= sent[k, i] * (1 + 1e-9)
 
 
 def test_who_has_most_of_one_dimension_gets_nearly_all_of_it() -> None:

@@ -98,7 +98,7 @@ def test_data_expert_and_tensor() -> None:
     up, down = (parse_layout(plan.layouts[f"[0][{name!r}]"]) for name in ("up", "down"))
     assert {p.dim for p in up if p.is_sharded} >= {0, 2}, "experts and their hidden width"
     assert {p.dim for p in down if p.is_sharded} >= {0, 1}
-    for axes in ((("data", 2), ("rest", 4)), (("all", 8),)):
+    for axes in ((("data", 2), ("rest", 4)), (("rest", 4), ("tensor", 2)), (("all", 8),)):
         other = planned(strategies.experts, args, cluster, axes)
         assert plan.cost < 0.998 * other.cost, axes
     small = strategies.experts_args(groups=2, tokens=16, width=8, count=2, hidden=32)

@@ -77,14 +77,14 @@ def test_few_tasks_are_scheduled_at_the_optimum(seed: int) -> None:
 
 
 def test_where_list_schedules_fall_short() -> None:
-    """Of 20 graphs of 24 tasks some are scheduled better by constraint programming, and none worse."""
+    """Of 60 graphs of 24 tasks some are scheduled better by constraint programming, and none worse."""
     better = 0
-    for seed in range(20):
+    for seed in range(60):
         tasks = random_tasks(random.Random(5000 + seed), 24)
         listed, found = schedule(tasks, quick=True).makespan_s, schedule(tasks).makespan_s
         assert least_makespan(tasks) - 1e-9 <= found <= listed
         better += found < listed
-    assert better >= 2
+    assert better >= 5
 
 
 @pytest.mark.parametrize("seed", range(40))
