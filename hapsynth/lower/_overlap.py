@@ -124,21 +124,25 @@ def _is_output(name: Name) -> bool:
 
 def _sent(graph: Graph, steps: Sequence[LocalStep]) -> list[tuple[int, CollectiveStage]]:
     """The collectives in their order, those of a bundle as one stage, each with the place of the step after which it
-    can start. In loops and branches those that follow one another and do not depend on one another are one."""
+    can start. In loops and branches those that follow one another are one, until something needs what they bring."""
     maker: dict[Name, int] = {}
+    brings, is_open = set[Name](), False
     ready: list[int] = []
     runs: list[dict[int, Convert]] = []
     for place, step in enumerate(steps):
-        made_at = [maker[name] for name in needs(graph, step) if name in maker]
+        needed = needs(graph, step)
+        is_open &= brings.isdisjoint(needed)
+        made_at = [maker[name] for name in needed if name in maker]
         # What another collective brings is handed over here, not before.
         ready.append(max((place if _is_sent(graph, steps[at]) else at for at in made_at), default=-1))
         maker.update((name, place) for name in makes(graph, step))
         if not isinstance(step, Convert) or not _is_sent(graph, step):
             continue
-        if runs and _goes_with([*runs[-1].values()], step):
-            runs[-1][place] = step
-        else:
-            runs.append({place: step})
+        if not (is_open and _goes_with([*runs[-1].values()], step)):
+            runs.append({})
+            brings, is_open = set(), True
+        runs[-1][place] = step
+        brings |= makes(graph, step)
     found: list[tuple[int, CollectiveStage]] = []
     start = -1
     for run in runs:

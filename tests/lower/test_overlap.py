@@ -91,6 +91,23 @@ def test_random_programs(name: str, axes: Any, mode: str, seed: int) -> None:
     assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
 
 
+# In their bodies what collectives bring is computed with and sent again.
+IN_LOOPS = ["scanned layers", "nested", "while whose test communicates", "carries on the outside"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", some(IN_LOOPS, 2))
+def test_random_programs_with_loops(name: str, seed: int) -> None:
+    fn, args = CASES[name]
+    traced = trace(fn, args)
+    maker = RandomProgram(traced.graph, 3, random.Random(seed + 1))
+    program = maker.build()
+    sizes = maker.sizes(program, "skewed")
+    check(traced.graph, program, sizes)
+    staged = lower_staged(traced.graph, program, sizes, first_devices(3), overlap=True)
+    assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
+
+
 @pytest.mark.parametrize("name", ["nested", "while", "invariant", "swapped", "literals"])
 def test_loops_are_barriers(name: str) -> None:
     fn, args = CASES[name]
