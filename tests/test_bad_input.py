@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,14 @@ def test_a_constraint_that_needs_the_mesh_of_the_caller() -> None:
     fn = lambda x: jax.lax.with_sharding_constraint(x, jax.P("d"))
     with jax.set_mesh(first_devices(4)), pytest.raises(TraceError, match=r"needs the mesh of jax.set_mesh.*remove the"):
         planned(X, fn=fn)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"train": True}])
+def test_static_arguments_are_to_be_given_beforehand(kwargs: dict[str, bool]) -> None:
+    fn = jax.jit(lambda x, train: 2 * x if train else x, static_argnames="train")
+    with pytest.raises(TraceError, match=r"static argument.*beforehand, as in functools.partial\(step, train=True\)"):
+        hapsynth.synthesize(fn, (X,) if kwargs else (X, True), CLUSTER, example_kwargs=kwargs)
+    hapsynth.synthesize(functools.partial(fn, train=True), (X,), CLUSTER)
 
 
 def printing(x: Any, y: Any) -> Any:

@@ -142,6 +142,14 @@ def trace(
                 raise TraceError(_changed_in_place(lost))
     except NEEDS_VALUE as error:
         raise TraceError(needs_value(error)) from error
+    except ValueError as error:
+        if "static argument" not in str(error):
+            raise
+        raise TraceError(
+            "the function calls one that jax.jit compiles for each value of a static argument, and is traced with numbers "
+            "and bools as arrays here: give that argument beforehand, as in functools.partial(step, train=True), and "
+            "leave it out of the example arguments"
+        ) from error
     except RuntimeError as error:
         if "mesh" not in str(error):
             raise

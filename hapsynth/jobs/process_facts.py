@@ -43,7 +43,7 @@ _MOST_TYPES = 64
 _LONGEST = 200
 """Characters of a collective that are told."""
 # What the runs depend on; how long a plan took to find differs between processes that each found it.
-_OF_PLAN = ("function", "cluster", "devices", "program", "classes", "shares")
+_OF_PLAN = ("function", "devices", "program", "classes", "shares")
 
 
 def left_out(mesh: Sequence[tuple[int, int]], devices: Sequence[tuple[int, int]]) -> str:
@@ -74,7 +74,7 @@ def fingerprint(data: object) -> str:
 def plan_fingerprint(plan: Planned) -> str:
     """Of all in a plan's file that says what runs."""
     saved = plan_to_dict(plan.traced, plan.result, plan.cluster)
-    return fingerprint([saved[key] for key in _OF_PLAN])
+    return fingerprint([plan.cluster.fingerprint(), *(saved[key] for key in _OF_PLAN)])
 
 
 def of_function(plan: Planned) -> Facts:
@@ -90,7 +90,7 @@ def of_function(plan: Planned) -> Facts:
         "arguments": {"count": len(values), "paths": fingerprint(list(plan.traced.in_paths)), "types": arguments},
         "code": {"ops": dict(sorted(ops.items())), "digest": fingerprint([code, list(plan.traced.out_paths)])},
         "constants": graph.fingerprint,
-        "cluster": fingerprint(plan.cluster.to_dict()),
+        "cluster": plan.cluster.fingerprint(),
     }
 
 

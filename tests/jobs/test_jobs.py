@@ -1,5 +1,6 @@
 """Preflight's verdicts, and the launcher with processes that need no JAX."""
 
+import dataclasses
 import inspect
 import os
 import re
@@ -179,6 +180,18 @@ def test_what_two_plans_differ_in_is_named(change: dict[str, Any], says: str) ->
     assert len(found) == 1
     assert says in found[0], found
     assert "save the plan" not in found[0]
+
+
+def test_a_clusters_name_is_no_difference() -> None:
+    """It may be that of a file, which processes each have of their own."""
+    cluster = slow_cluster((2.0, 1.0))
+    xs = (jax.ShapeDtypeStruct((8,), "float32"),)
+    facts = [
+        {"plan": plan_fingerprint(plan), **of_function(plan)}
+        for name in ("here", "there")
+        for plan in [hapsynth.synthesize(jax.numpy.sin, xs, dataclasses.replace(cluster, name=name))]
+    ]
+    assert facts[0] == facts[1]
 
 
 @pytest.mark.parametrize(
