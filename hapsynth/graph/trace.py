@@ -146,8 +146,8 @@ def trace(
         if "static argument" not in str(error):
             raise
         raise TraceError(
-            "the function calls one that jax.jit compiles for each value of a static argument, and is traced with numbers "
-            "and bools as arrays here: give that argument beforehand, as in functools.partial(step, train=True), and "
+            "the function calls one that jax.jit compiles for each value of a static argument, and is traced here with "
+            "numbers and bools as arrays: give it beforehand, as in functools.partial(step, train=True), and "
             "leave it out of the example arguments"
         ) from error
     except RuntimeError as error:

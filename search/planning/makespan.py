@@ -72,8 +72,9 @@ _PATIENCE, _LEAST_CLOSED = 40, 0.03
 branches. The gap of the MLP of examples/ fell from 36 to 21 % in the first 64 rounds, in 14 s, and to 15 % in 480."""
 _MIXTURES = 2
 """Of the last program with each of the best ones."""
-_BASES = 4
-"""Of the programs that limit a bound, those that the others are mixed into."""
+_BASES, _BASES_PARTED = 4, 1
+"""Of the programs that limit a bound, those that the others are mixed into: in each round, and before a branch is
+parted."""
 _LEAST_WEIGHT, _LEAST_BY_LEVEL = 2e-2, 4e-3
 """Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart. It
 costs the bound as much, so that there is less of it where a dual goes on from one nearby."""
@@ -87,8 +88,9 @@ _PROMISING = 1.08
 better in other bundles."""
 _SEARCHING = 0.8
 """Of a time budget: programs and bounds are sought in it; in the rest the best are scheduled again."""
-_LINKED, _LINKS = 2, 32
-"""Programs that the best one is linked with, one after the other, and how many between two of them are looked at."""
+_LINKED, _LINKS, _LINKED_IN_VAIN = 2, 32, 12
+"""Programs that the best one is linked with, one after the other, and how many between two of them are looked at, in
+all and in a row without a better one."""
 _TRIED, _NEARLY = 8, 1.01
 """Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
 schedules are at most."""
@@ -242,7 +244,7 @@ class MakespanSearch:
         """Put its parts in the place of the branch where rounds are made, and go on in one of them; says whether it has
         any."""
         parted = self._at
-        self._mix()
+        self._mix_limiting(_BASES_PARTED)
         way = self._best_parting(parted)
         if way is None:
             return False
@@ -470,8 +472,12 @@ class MakespanSearch:
             ranked = sorted(self.scheduled, key=lambda known: known.makespan_s)
             if place < len(ranked) and ranked[place].seen is not last:
                 self._look_at_mixture(ranked[place].seen, [last], [*self.chains, *self._paths])
+        self._mix_limiting(_BASES)
+
+    def _mix_limiting(self, bases: int) -> None:
+        """Among the mixtures of the programs that limit the bound, into those with the largest shares."""
         limiting = sorted(self._limiting(self._at), key=lambda known_and_share: -known_and_share[1])
-        for base, _ in limiting[:_BASES]:
+        for base, _ in limiting[:bases]:
             self._look_at_mixture(base, [known for known, _ in limiting if known is not base], self.chains)
 
     def relink(self) -> None:
@@ -485,9 +491,8 @@ class MakespanSearch:
             part, count = unlike_parts(self.structure, self.best.seen.choices, other.seen.choices)
             if count > 1:
                 linked += 1
-                improving(
-                    count, partial(self._is_better_with, self.best.seen.choices, other.seen.choices, part), _LINKS
-                )
+                is_better = partial(self._is_better_with, self.best.seen.choices, other.seen.choices, part)
+                improving(count, is_better, _LINKS, _LINKED_IN_VAIN)
         self.scheduled = known if self.best in (None, *known) else [*known, self.best]
 
     def _is_better_with(self, base: Ints, other: Ints, part: Ints, parts: set[int]) -> bool:
@@ -590,7 +595,7 @@ def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[_Tri
             break
         if known.makespan_s < least * _NEARLY and chain[known] < least and not is_tried(known):
             fit(known)
-    if not is_tried(least_sum):
+    if not is_tried(least_sum) and least_sum.makespan_s < least * _PROMISING:
         fit(least_sum)
     best = min(fitting, key=lambda each: each.makespan_s, default=None)
     if best and best.timeline and not search.clock.late():
@@ -608,7 +613,7 @@ def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
     search = found.search
     weights, _ = search.task.starts()[0]
     pool, balanced = [found], list[Scheduled]()
-    if found.best is not None:
+    if found.best is not None and not search.clock.late():
         pool.append(_begun_at(search.task.ratios(weights), found, bar))
     for _ in range(_TURNS):
         best = min(pool, key=_least_makespan)
@@ -650,12 +655,13 @@ def _least_makespan(found: MakespanSearch) -> float:
 
 def _within_limit(known: Scheduled, search: FixedRatioSearch) -> _Tried | None:
     """A program in an order in which it fits, by the steps that it has or those that go together; None where there is
-    none."""
+    none. Where time has run out it is the order that it has."""
     candidate, costs = known.candidate, search.task.costs
     timed = partial(_timed, sizes=candidate.sizes, search=search)
-    ways = [(candidate.program, refined(known.timeline))]
+    late = search.clock.late()
+    ways = [(candidate.program, known.timeline if late else refined(known.timeline))]
     together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
-    if together is not candidate.program:
+    if together is not candidate.program and not late:
         ways.append(
             (together, refined(schedule(tasks_of(together, candidate.sizes, costs, dominated=False), quick=True)))
         )

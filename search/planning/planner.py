@@ -36,8 +36,8 @@ from hapsynth.search.sizing.ratios import EvenDims, Ratios
 _T = TypeVar("_T")
 
 _ROUNDS = 6
-_SEARCHING = 0.7
-"""Of a time budget."""
+_SEARCHING, _SEARCHING_SUMS = 0.7, 0.35
+"""Of a time budget: the second where makespans are sought from there."""
 _AMPLE = 0.5
 """Of the room: XLA's order was seen to hold up to 1.2 times what the program's own does."""
 _LAST_S = 1.0
@@ -141,8 +141,8 @@ class Planner:
         What comes out above `bar` is not followed up. Ctrl-C as in `run`.
         """
         self._bar = bar
-        # The rest of the time is for the bounds.
-        with self.clock.within(_SEARCHING):
+        # The rest of the time is for the bounds, and for makespans.
+        with self.clock.within(_SEARCHING_SUMS if self.task.options.overlap else _SEARCHING):
             self._unless_interrupted(self._explore, None)
         return self.cost
 
@@ -175,7 +175,7 @@ class Planner:
         work = IdealWorkBound(self.task.choices, self.task.costs)
         least, parts = work.weighted_on(self.task.cluster)
         # Along several axes conversions go the ways that are the cheapest at the best ratios, which these are not.
-        if self._makespans is None or self._several_axes:
+        if self._makespans is None or self._several_axes or self.clock.late():
             return least
         return max(least, self._unless_interrupted(partial(self._makespans.joint_bound, parts), 0.0))
 

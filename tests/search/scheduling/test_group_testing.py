@@ -32,6 +32,19 @@ def found(gains: list[float]) -> tuple[set[int], float]:
     return improving(len(gains), is_better, 1000), best
 
 
+def test_trials_in_vain_end() -> None:
+    """In a row: each that helps lets as many follow."""
+    made: list[set[int]] = []
+
+    def helps(some: set[int]) -> bool:
+        made.append(some)
+        return len(made) == 3
+
+    assert improving(8, helps, 100, in_vain=4) == {4, 5, 6, 7}
+    assert len(made) == 3 + 4
+    assert improving(8, lambda some: False, 2, in_vain=4) == set()
+
+
 @pytest.mark.parametrize("trials", [0, 1, 5])
 def test_trials_end(trials: int) -> None:
     made: list[set[int]] = []
