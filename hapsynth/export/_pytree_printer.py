@@ -48,8 +48,8 @@ class _Results:
                 return self.like(tree, first - tree.num_leaves)
             case _:
                 raise UnwritableError(
-                    f"the function returns a {type(node).__name__}, which is none of Python's containers and "
-                    "in none of the arguments: return tuples, lists or dicts"
+                    f"the function returns a {type(node).__name__}, which is none of Python's containers, and no "
+                    "argument has one of the same structure: return tuples, lists or dicts"
                 )
 
     def like(self, tree: Any, first: int) -> str:

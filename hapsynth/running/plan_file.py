@@ -151,7 +151,7 @@ def read_object(path: str | os.PathLike[str], schema: str) -> dict[str, Any]:
     if document.get("schema") != schema:
         other = {
             SCHEMA: "holds one plan: read it with hapsynth.load",
-            SEVERAL: "holds several plans: load_plans reads it",
+            SEVERAL: "holds several plans: load_plans reads it, and on the command line --function picks one",
         }
         has = f"has schema {document.get('schema')!r}, and this version reads {schema!r}; {_AGAIN}"
         raise PlanError(f"{file}: {other.get(str(document.get('schema')), has)}")

@@ -147,11 +147,12 @@ class Planner:
         return self.cost
 
     def explore_makespans(self) -> float:
-        """The least makespan in a first look from the best program so far; inf where there is none."""
+        """The least makespan in a first look from the best program so far, or that program's where there is no time for
+        one; inf where there is none."""
         best = self._incumbent.best
         if best is None:
             return np.inf
-        if self._makespans is None:
+        if self._makespans is None and not self.clock.late():
             self._makespans = self._unless_interrupted(
                 partial(first_look, self._search, best, self._own_ratios(best.sizes)), None
             )
