@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import isclose, prod
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.analysis.reachability import Mask
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import by_cheapest_steps
+from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.chain_weights import ChainCosts, IdealChainCosts, WeightedBuilder
 from hapsynth.search.formulation.chains import SENT, Chain, ChainSpace, Occupancy, Resources
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
@@ -750,12 +752,15 @@ def clocks(timeline: Timeline, costs: CostModel) -> dict[str, float]:
 def least_seconds(builder: ProblemBuilder) -> Floats:
     """Of each op, at the ratios and under the triples that suit it [ops]."""
     costs, triples = builder.costs, builder.structure.triples
-    alike: dict[object, float] = {}
+    works: dict[object, list[Work]] = {}
     found = [(costs.kind(op), triples[op]) for op in range(len(triples))]
     for op, key in enumerate(found):
-        if key not in alike:
-            alike[key] = min(costs.ideal_times(costs.work(op, ts) for ts in triples[op]))
-    return np.array([alike[key] for key in found])
+        if key not in works:
+            works[key] = [costs.work(op, ts) for ts in triples[op]]
+    # Many at once, as one by one they take the most of what a first look at many unlike ops does.
+    seconds = iter(costs.ideal_times(work for mine in works.values() for work in mine))
+    least = {key: min(islice(seconds, len(mine))) for key, mine in works.items()}
+    return np.array([least[key] for key in found])
 
 
 def resources(costs: CostModel) -> Resources:
