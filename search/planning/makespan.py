@@ -74,9 +74,8 @@ _PATIENCE, _LEAST_CLOSED = 40, 0.03
 branches. The gap of the MLP of examples/ fell from 36 to 21 % in the first 64 rounds, in 14 s, and to 15 % in 480."""
 _MIXTURES = 2
 """Of the last program with each of the best ones."""
-_BASES, _BASES_PARTED = 4, 1
-"""Of the programs that limit a bound, those that the others are mixed into: in each round, and before a branch is
-parted."""
+_BASES = 4
+"""Of the programs that limit a bound, those that the others are mixed into."""
 _LEAST_WEIGHT, _LEAST_BY_LEVEL = 2e-2, 4e-3
 """Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart. It
 costs the bound as much, so that there is less of it where a dual goes on from one nearby."""
@@ -246,7 +245,7 @@ class MakespanSearch:
         """Put its parts in the place of the branch where rounds are made, and go on in one of them; says whether it has
         any."""
         parted = self._at
-        self._mix_limiting(_BASES_PARTED)
+        self._mix()
         way = self._best_parting(parted)
         if way is None:
             return False
@@ -474,12 +473,8 @@ class MakespanSearch:
             ranked = sorted(self.scheduled, key=lambda known: known.makespan_s)
             if place < len(ranked) and ranked[place].seen is not last:
                 self._look_at_mixture(ranked[place].seen, [last], [*self.chains, *self._paths])
-        self._mix_limiting(_BASES)
-
-    def _mix_limiting(self, bases: int) -> None:
-        """Among the mixtures of the programs that limit the bound, into those with the largest shares."""
         limiting = sorted(self._limiting(self._at), key=lambda known_and_share: -known_and_share[1])
-        for base, _ in limiting[:bases]:
+        for base, _ in limiting[:_BASES]:
             self._look_at_mixture(base, [known for known, _ in limiting if known is not base], self.chains)
 
     def relink(self) -> None:
