@@ -146,9 +146,9 @@ def trace(
         if "static argument" not in str(error):
             raise
         raise TraceError(
-            "the function calls one that jax.jit compiles for each value of a static argument, and is traced here with "
-            "numbers and bools as arrays: give it beforehand, as in functools.partial(step, train=True), and "
-            "leave it out of the example arguments"
+            "the function is or calls a jitted one with a static argument, and numbers and bools among the example "
+            "arguments are traced as arrays: give static ones beforehand, as in functools.partial(step, train=True), "
+            "and leave them out of the example arguments"
         ) from error
     except RuntimeError as error:
         if "mesh" not in str(error):

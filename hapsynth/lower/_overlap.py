@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.program.bundles import independent
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage
 from hapsynth.lower._host_schedule import (
@@ -130,19 +129,19 @@ def _sent(graph: Graph, steps: Sequence[LocalStep]) -> list[tuple[int, Collectiv
     ready: list[int] = []
     runs: list[dict[int, Convert]] = []
     for place, step in enumerate(steps):
-        needed = needs(graph, step)
-        is_open &= brings.isdisjoint(needed)
+        needed, made = needs(graph, step), makes(graph, step)
+        is_open &= brings.isdisjoint(needed | made)
         made_at = [maker[name] for name in needed if name in maker]
         # What another collective brings is handed over here, not before.
         ready.append(max((place if _is_sent(graph, steps[at]) else at for at in made_at), default=-1))
-        maker.update((name, place) for name in makes(graph, step))
+        maker.update((name, place) for name in made)
         if not isinstance(step, Convert) or not _is_sent(graph, step):
             continue
-        if not (is_open and _goes_with([*runs[-1].values()], step)):
+        if not (is_open and _is_alike([*runs[-1].values()][-1], step)):
             runs.append({})
             brings, is_open = set(), True
         runs[-1][place] = step
-        brings |= makes(graph, step)
+        brings |= made
     found: list[tuple[int, CollectiveStage]] = []
     start = -1
     for run in runs:
@@ -151,11 +150,11 @@ def _sent(graph: Graph, steps: Sequence[LocalStep]) -> list[tuple[int, Collectiv
     return found
 
 
-def _goes_with(run: Sequence[Convert], step: Convert) -> bool:
-    """Whether a collective starts with the ones before it."""
+def _is_alike(last: Convert, step: Convert) -> bool:
+    """Whether a collective is of the bundle of the one before it, or single as that in the same loop or branch."""
     if step.bundle or not step.region:
-        return step.bundle > 0 and step.bundle == run[-1].bundle
-    return not run[-1].bundle and step.region == run[-1].region and independent(run, step)
+        return step.bundle > 0 and step.bundle == last.bundle
+    return not last.bundle and step.region == last.region
 
 
 class _Stages:

@@ -655,13 +655,14 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> _Tried | None:
     none. Where time has run out it is the order that it has."""
     candidate, costs = known.candidate, search.task.costs
     timed = partial(_timed, sizes=candidate.sizes, search=search)
-    late = search.clock.late()
-    ways = [(candidate.program, known.timeline if late else refined(known.timeline))]
-    together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
-    if together is not candidate.program and not late:
-        ways.append(
-            (together, refined(schedule(tasks_of(together, candidate.sizes, costs, dominated=False), quick=True)))
-        )
+    if search.clock.late():
+        ways = [(candidate.program, known.timeline)]
+    else:
+        ways = [(candidate.program, refined(known.timeline))]
+        together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
+        if together is not candidate.program:
+            tasks = tasks_of(together, candidate.sizes, costs, dominated=False)
+            ways.append((together, refined(schedule(tasks, quick=True))))
     fitting = [
         _Tried(known, steps, timeline, overlapped)
         for steps, timeline in ways

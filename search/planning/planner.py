@@ -37,7 +37,8 @@ _T = TypeVar("_T")
 
 _ROUNDS = 6
 _SEARCHING, _SEARCHING_SUMS = 0.7, 0.35
-"""Of a time budget: the second where makespans are sought from there."""
+"""Of a time budget, for programs and ratios; with overlap for those of the least sum, from which makespans are
+sought."""
 _AMPLE = 0.5
 """Of the room: XLA's order was seen to hold up to 1.2 times what the program's own does."""
 _LAST_S = 1.0
@@ -141,7 +142,7 @@ class Planner:
         What comes out above `bar` is not followed up. Ctrl-C as in `run`.
         """
         self._bar = bar
-        # The rest of the time is for the bounds, and for makespans.
+        # The rest of the time is for bounds and makespans.
         with self.clock.within(_SEARCHING_SUMS if self.task.options.overlap else _SEARCHING):
             self._unless_interrupted(self._explore, None)
         return self.cost

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 
 
-def improving(count: int, is_better: Callable[[set[int]], bool], trials: int, in_vain: int | None = None) -> set[int]:
+def improving(count: int, is_better: Callable[[set[int]], bool], trials: int, in_vain: float = inf) -> set[int]:
     """The changes, of so many, with which something is better than without, in at most so many trials, `in_vain` of
     them in a row. `is_better`: whether it is with some than with those that were the best until then."""
     taken: set[int] = set()
     blocks = deque([range(count)] if count else [])
     left = in_vain
-    while blocks and trials > 0 and left != 0:
-        block, trials = blocks.popleft(), trials - 1
-        left = None if left is None else left - 1
+    while blocks and trials > 0 and left > 0:
+        block, trials, left = blocks.popleft(), trials - 1, left - 1
         if is_better(taken | {*block}):
             taken |= {*block}
             left = in_vain

@@ -78,17 +78,22 @@ DRAWN = [("chain", axes, mode) for axes in (4, ON_TWO) for mode in MODES]
 DRAWN += [("layers", 4, "skewed"), ("layers", ON_TWO, "zeros")]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("name", "axes", "mode"), some(DRAWN, 5))
-def test_random_programs(name: str, axes: Any, mode: str, seed: int) -> None:
-    fn, args = (layers, LAYERS) if name == "layers" else (PROGRAMS[name][0], PROGRAMS[name][1]())
+def assert_right_at_random(fn: Any, args: Any, axes: Any, mode: str, seed: int, devices: int) -> None:
+    """A random program of a function computes with overlap what `jax.jit` does."""
     traced = trace(fn, args)
     maker = RandomProgram(traced.graph, axes, random.Random(seed))
     program = maker.build()
     sizes = maker.sizes(program, mode)
     check(traced.graph, program, sizes)
-    staged = lower_staged(traced.graph, program, sizes, first_devices(4), overlap=True)
+    staged = lower_staged(traced.graph, program, sizes, first_devices(devices), overlap=True)
     assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("name", "axes", "mode"), some(DRAWN, 5))
+def test_random_programs(name: str, axes: Any, mode: str, seed: int) -> None:
+    fn, args = (layers, LAYERS) if name == "layers" else (PROGRAMS[name][0], PROGRAMS[name][1]())
+    assert_right_at_random(fn, args, axes, mode, seed, devices=4)
 
 
 # In their bodies what collectives bring is computed with and sent again.
@@ -98,14 +103,7 @@ IN_LOOPS = ["scanned layers", "nested", "while whose test communicates", "carrie
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", some(IN_LOOPS, 2))
 def test_random_programs_with_loops(name: str, seed: int) -> None:
-    fn, args = CASES[name]
-    traced = trace(fn, args)
-    maker = RandomProgram(traced.graph, 3, random.Random(seed + 1))
-    program = maker.build()
-    sizes = maker.sizes(program, "skewed")
-    check(traced.graph, program, sizes)
-    staged = lower_staged(traced.graph, program, sizes, first_devices(3), overlap=True)
-    assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
+    assert_right_at_random(*CASES[name], 3, "skewed", seed + 1, devices=3)
 
 
 @pytest.mark.parametrize("name", ["nested", "while", "invariant", "swapped", "literals"])
