@@ -17,7 +17,7 @@ from math import prod
 
 import numpy as np
 
-from hapsynth.hlo.text import Instruction, Module, parse
+from hapsynth.hlo.text import HloError, Instruction, Module, parse
 from hapsynth.hlo.work import nbytes
 
 _OPS = (
@@ -32,16 +32,15 @@ def is_collective(opcode: str) -> bool:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of XLA's. `operands`: types as "f32[1024]", with the layout where it is not row-major. `groups`:
-    which devices, or the pairs of a permute, as the text has them, and `members`: by their places in the mesh.
-    `detail`: the dimensions, and the kernel where it is not the usual one. `inside`: the loops and branches around it.
-    `trips`: how often it runs, as far as XLA knows. `asynchronous`: it has a start and an end, with room for other work
-    between them."""
+    """One collective of XLA's. `operands`: types as "f32[1024]", with the layout where it is not row-major.
+    `members`: the devices of each group, or the pairs of a permute, by their places in the mesh. `detail`: the
+    dimensions, and the kernel where it is not the usual one. `inside`: the loops and branches around it. `trips`: how
+    often it runs, as far as XLA knows. `asynchronous`: it has a start and an end, with room for other work between
+    them."""
 
     op: str
     reduction: str
     operands: tuple[str, ...]
-    groups: str
     detail: str
     inside: str
     trips: int
@@ -50,7 +49,8 @@ class Collective:
 
     def __str__(self) -> str:
         """What two ends must agree on."""
-        words = (self.op, self.reduction, " ".join(self.operands), self.groups, self.detail, self.inside)
+        groups = ",".join("{" + ",".join(map(str, group)) + "}" for group in self.members)
+        words = (self.op, self.reduction, " ".join(self.operands), "{" + groups + "}", self.detail, self.inside)
         return " ".join(word for word in words if word)
 
     @property
@@ -178,7 +178,6 @@ def _collective(module: Module, i: Instruction, types: Mapping[str, str], asynch
         op=i.opcode.removesuffix("-start"),
         reduction=applied[-1].opcode if applied else "",
         operands=tuple(_plain(types.get(name, "?")) for name in i.operands),
-        groups=groups,
         detail=" ".join([*([f"dimensions={dimensions}"] if dimensions else []), *(s for s in said if s not in usual)]),
         inside="",
         trips=1,
@@ -200,21 +199,26 @@ def _plain(type_text: str) -> str:
 
 def _members(groups: str, devices: int) -> tuple[tuple[int, ...], ...]:
     """The devices of each group of "{{0,1},{2,3}}"; of "[2,4]<=[4,2]T(1,0)", two of four, the numbers of an array of
-    these lengths transposed; or along the axes named last in "mesh['x'=2,'y'=4] {'y'}". Without groups all are one."""
+    these lengths transposed; or along the axes named last in "mesh['x'=2,'y'=4] {'y'}". Without groups all are one.
+
+    JAX versions print the same groups in unlike ways. Raises HloError for one that is none of these."""
     if listed := re.findall(r"\{(\d[\d,]*)\}", groups):
         return tuple(tuple(map(int, group.split(","))) for group in listed)
-    if rows := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", groups):
+    if rows := re.fullmatch(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", groups):
         count, size, lengths, order = rows.groups()
         numbers = np.arange(int(count) * int(size)).reshape([*map(int, lengths.split(","))])
         numbers = numbers.transpose([*map(int, order.split(","))]) if order else numbers
         return _rows(numbers.reshape(int(count), int(size)))
-    if named := re.match(r"mesh\[([^\]]*)\]\s*\{([^}]*)\}", groups):
+    # An axis of which a part is meant, as 'x':(1)2, is none of these: `jax.shard_map` makes none.
+    if named := re.fullmatch(r"mesh\[([^\]]*)\]\s*\{('[^':]*'(?:,\s*'[^':]*')*)\}", groups):
         sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", named[1])}
-        along = [axis for axis in re.findall(r"'([^']*)'", named[2]) if axis in sizes]
+        along = re.findall(r"'([^']*)'", named[2])
         others = [axis for axis in sizes if axis not in along]
         numbers = np.arange(prod(sizes.values())).reshape([*sizes.values()])
         numbers = numbers.transpose([[*sizes].index(axis) for axis in (*others, *along)])
         return _rows(numbers.reshape(-1, prod(sizes[axis] for axis in along)))
+    if groups not in ("", "{}"):
+        raise HloError(f"the groups of a collective can't be read: {groups}")
     return (tuple(range(devices)),)
 
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import jax
+
 from hapsynth.cluster.cluster import Cluster, ClusterError
 from hapsynth.graph.ir import Rematerialized
 from hapsynth.graph.rematerialize import recomputed
@@ -77,6 +79,7 @@ def function_to_dict(traced: Traced) -> dict[str, Any]:
     """What a plan says of its function."""
     graph = traced.graph
     return {
+        "jax": jax.__version__,
         "fingerprint": graph.fingerprint,
         "inputs": _inputs(traced),
         "outputs": list(traced.out_paths),
@@ -203,8 +206,23 @@ def plan_from_dict(where: str, data: Mapping[str, Any], traced: Traced) -> tuple
         return _plan_from_dict(data, traced)
 
 
+@contextmanager
+def _versions_of_jax_said(function: Mapping[str, Any]) -> Generator[None]:
+    """JAX versions trace one function to unlike ops: an error says so where a plan's version is not this one."""
+    try:
+        yield
+    except PlanError as error:
+        if function.get("jax", jax.__version__) == jax.__version__:
+            raise
+        raise PlanError(
+            f"{error}; the plan was made with JAX {function['jax']} and this is JAX {jax.__version__}, which may trace "
+            f"the same function otherwise: {_AGAIN}, or use JAX {function['jax']}"
+        ) from None
+
+
 def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Result, Cluster]:
-    traced = _same_function(data["function"], traced)
+    with _versions_of_jax_said(data["function"]):
+        traced = _same_function(data["function"], traced)
     graph = traced.graph
     cluster = Cluster.from_dict(data["cluster"])
     program = Program.from_dict(data["program"])

@@ -1,5 +1,6 @@
 """What is read of a compiled program: on CPU programs, and on lines that XLA prints for GPUs."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -101,7 +102,7 @@ def gpu(sync: str = "false", strategy: str = "KERNEL_STRATEGY_DEFAULT") -> str:
 def test_what_runs_beside_the_program_on_a_gpu() -> None:
     reduce, scatter = collectives_of(gpu())
     assert str(reduce) == "all-reduce add f32[8] {{0,1},{2,3}}"
-    assert str(scatter) == "reduce-scatter add f32[64,2]{0,1} [2,4]<=[8] dimensions={0}"
+    assert str(scatter) == "reduce-scatter add f32[64,2]{0,1} {{0,1,2,3},{4,5,6,7}} dimensions={0}"
     assert [c.asynchronous for c in (reduce, scatter)] == [True, True]
     assert [c.members for c in (reduce, scatter)] == [((0, 1), (2, 3)), ((0, 1, 2, 3), (4, 5, 6, 7))]
     assert [c.group for c in (reduce, scatter)] == [2, 4]
@@ -125,6 +126,12 @@ def test_groups_are_of_devices(groups: str, members: tuple[tuple[int, ...], ...]
     text = gpu().replace("HloModule jit_f,", "HloModule jit_f, num_partitions=8,")
     reduce, _ = collectives_of(text.replace("{{0,1},{2,3}}", groups))
     assert reduce.members == members
+
+
+@pytest.mark.parametrize("groups", ["mesh['x'=4] {'x':(1)2}", "@mesh"])
+def test_groups_that_cannot_be_read_are_refused(groups: str) -> None:
+    with pytest.raises(HloError, match=re.escape(groups)):
+        collectives_of(gpu().replace("{{0,1},{2,3}}", groups))
 
 
 @pytest.mark.parametrize("text", ["", "HloModule nothing", "ENTRY %main () -> f32[] {\n  %x = f32[] ???\n}\n"])

@@ -95,7 +95,7 @@ def test_a_function_that_no_other_process_finds(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_first_collective_that_differs_is_named() -> None:
-    one = partial(Collective, groups="{{0,1}}", detail="", inside="", trips=1, members=((0, 1),))
+    one = partial(Collective, detail="", inside="", trips=1, members=((0, 1),))
     a, b, c = (one(op, "add", ("f32[8]",)) for op in ("all-reduce", "all-gather", "reduce-scatter"))
     cards = [
         CompiledTarget("V", collectives=(a, b)),
