@@ -102,7 +102,7 @@ def test_reports(command: str, files: Path, capsys: pytest.CaptureFixture[str]) 
     text, errors = capsys.readouterr()
     assert errors == ""
     assert parts(text) == parts((GOLDEN / f"cli_{command}.txt").read_text())
-    assert text.startswith("18 ops ")
+    assert text.startswith("17 ops ")
     assert sorted(p.name for p in files.iterdir()) == ["mixed.toml", "model.py"]
 
 

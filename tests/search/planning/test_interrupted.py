@@ -124,7 +124,7 @@ def test_on_the_command_line(
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "mixed.toml").write_text(CLUSTER)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands, "progress", lambda wanted: nullcontext(pressing(PRESSED["in the dual"], [])))
+    monkeypatch.setattr(commands, "progress", lambda wanted: nullcontext(pressing(PRESSED["at once"], [])))
     options = ["--cluster", "mixed.toml"]
     assert main.main(["search", "model.py", *options, "--plan", "p.json", "--json", "s.json"]) == commands.DONE
     text, errors = capsys.readouterr()
