@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,9 @@ def test_two_axes() -> None:
         w, m, value = plans["train"](w, m, W.T)
         *want, loss = flat_train(*want, W.T)
         np.testing.assert_allclose(value, loss, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), plans["train"].unshard((w, m)), tuple(want))
+    # The gradients are of one minus the square of nearly one: a last bit is 6e-8.
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-7)
+    jax.tree.map(close, plans["train"].unshard((w, m)), tuple(want))
 
 
 def test_what_is_called_most_decides() -> None:
