@@ -371,8 +371,9 @@ class ChoiceSpace:
         """One layout that is not there for nothing; what lies on the way to it is there too. Along more than two axes
         there are too many to offer those that are hardly of use."""
         free = known.free[known.number[computed]]
+        worth = ~free if self.axes == 2 else ~free & known.worth_sharing(computed)
         for target in known.storable:
-            if not free[known.number[target]] and (self.axes == 2 or _is_worth_sharing(computed, target)):
+            if worth[known.number[target]]:
                 yield AvailableLayouts(computed, (target,))
 
     def _cut_options(self, known: LayoutSet, computed: Layout) -> Iterable[AvailableLayouts]:
@@ -465,21 +466,6 @@ class ChoiceSpace:
             )
             place = self.graph.place_of_conversion(value, self.graph.ops[op].region)
             yield Use(value, variable, needs, op, place, self.graph.runs[place])
-
-
-def _is_worth_sharing(made: Layout, target: Layout) -> bool:
-    """Whether a value may be brought to another layout for all its uses at once, along more than two axes.
-
-    Partial sums are summed, each whole or cut on the way, all along one dimension. What axes cut stays so or is
-    gathered, or one of them comes to cut another dimension, beside one sum. A slice is everybody's own.
-    """
-    changed = [(p, q) for p, q in zip(made, target, strict=True) if (p.kind, p.dim) != (q.kind, q.dim)]
-    scattered = {q.dim for p, q in changed if p.is_partial and q.is_sharded}
-    moved = sum(p.is_sharded and q.is_sharded for p, q in changed)
-    beside = [p for p, q in changed if not (p.is_sharded and q.is_sharded)]
-    if any(p == R for p, _ in changed) or len(scattered) > 1 or moved > 1:
-        return False
-    return not moved or (len(beside) <= 1 and all(p.is_partial for p in beside))
 
 
 def _needs(layouts: list[Layout], index: Ints) -> RequiredLayouts:

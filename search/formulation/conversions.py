@@ -87,6 +87,32 @@ class LayoutSet:
             reach |= reach[:, k, None] & reach[None, k, :]
         return reach
 
+    @cached_property
+    def _placed(self) -> tuple[np.ndarray, np.ndarray]:
+        """Kinds and dimensions of placements, each [layouts, axes]."""
+        kinds = np.array([[p.kind for p in layout] for layout in self.layouts])
+        return kinds, np.array([[p.dim for p in layout] for layout in self.layouts])
+
+    def worth_sharing(self, made: Layout) -> np.ndarray:
+        """bool [layouts]: whether a value made so may be brought to each for all its uses at once, along more than two
+        axes.
+
+        Partial sums are summed, each whole or cut on the way, all along one dimension. What axes cut stays so or is
+        gathered, or one of them comes to cut another dimension, beside one sum. A slice is everybody's own.
+        """
+        kinds, dims = self._placed
+        was, of = kinds[self.number[made]], dims[self.number[made]]
+        changed = (kinds != was) | (dims != of)
+        moved = changed & (was == "S") & (kinds == "S")
+        beside = changed & ~moved
+        scattered = changed & (was == "P") & (kinds == "S")
+        first = np.max(dims, axis=1, where=scattered, initial=-1)[:, None]
+        sliced = (changed & (was == "R")).any(axis=1)
+        along_several = (scattered & (dims != first)).any(axis=1)
+        beside_one_sum = (beside.sum(axis=1) <= 1) & ~(beside & (was != "P")).any(axis=1)
+        moves = moved.sum(axis=1)
+        return ~sliced & ~along_several & ((moves == 0) | ((moves == 1) & beside_one_sum))
+
 
 class Conversions:
     """The cheapest ways between the layouts of a set at given costs of the single steps.
