@@ -58,6 +58,10 @@ def merged(graph: Graph, program: Program, sizes: Sizes, table: FactorTable) -> 
             join(x, y)
     arguments = {n for property in program.inputs.items() for n in layout_nodes(*property)}
     cut = [n for n in sizes.classes.of if owner_of(n[3]) is None]
+    for value, dim, axes, way in cut:
+        # A shard that another axis cuts again is the same shard.
+        if (major := (value, dim, axes[:-1], way)) in sizes.classes.of:
+            join(major, (value, dim, axes, way))
     ways = _numbered(sorted(cut, key=lambda n: (n not in arguments, n[3], n)), root)
     renamed = {n: way for n, way in ways.items() if way != n[3]}
     if len(kept) == len(program.instructions) and not renamed:

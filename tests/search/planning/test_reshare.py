@@ -25,11 +25,14 @@ import hapsynth
 from hapsynth.adapting import rebalance
 from hapsynth.cli.main import main
 from hapsynth.cluster.curves import Curve
+from hapsynth.graph.trace import trace
 from hapsynth.instructions.collectives import axis_between
-from hapsynth.instructions.layout import parse_layout
+from hapsynth.instructions.factors import Triple
+from hapsynth.instructions.layout import R, S, parse_layout
 from hapsynth.instructions.program.checker import check
-from hapsynth.instructions.program.program import Compute, Program, ProgramError
+from hapsynth.instructions.program.program import Compute, Convert, Program, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.moved_rows import moved, moves
 from hapsynth.instructions.testing.example_arguments import random_arguments
 from hapsynth.instructions.testing.simulate import random_shares
@@ -43,6 +46,7 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.resharding.insertion import ReshardInserter
 from hapsynth.search.planning.resharding.ratio_variants import RatioVariants
+from hapsynth.search.planning.resharding.rewrite import merged
 from hapsynth.search.planning.resharding.search import Resharding
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED, Result
@@ -454,3 +458,19 @@ def test_what_two_axes_cut_is_not_reshared() -> None:
     assert axis_between(way("S(0),S(0)/1"), way("S(0),S(0)/1~1")) is None
     assert axis_between(way("S(0)~1,S(0)/1~1"), way("S(0)~1,R")) == 1
     assert axis_between(way("S(0)~1,S(0)/1~1"), way("S(0),R")) is None
+
+
+def test_shards_that_another_axis_cuts_again_stay_the_same() -> None:
+    """A conversion cuts the shards that there are: of another way they would be other ones."""
+    traced = trace(lambda x: x > 0, (jnp.zeros((4, 12)),))
+    once, twice = parse_layout("S(1),S(0)"), parse_layout("S(1),S(1)/1")
+    (x,) = traced.graph.inputs
+    triples = Triple((S(1), R), (S(1),), 1), Triple((S(1, 1), R), (S(1, 1),), 1)
+    program = Program((("a", 2), ("b", 2)), {x: once}, (Convert(x, 1, once, twice), Compute(0, triples)), (twice,))
+    table = FactorTable(traced.graph)
+    classes = Classes.build(traced.graph, program, table)
+    uneven = [(1, *[0] * (2 ** len(cls.axes) - 2), cls.units - 1) for cls in classes.all]
+    sizes = Sizes(traced.graph, classes, tuple(uneven))
+    check(traced.graph, program, sizes)
+    same, same_sizes = merged(traced.graph, program, sizes, table)
+    assert (same, same_sizes) == (program, sizes)
