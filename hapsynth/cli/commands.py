@@ -16,13 +16,14 @@ import jax
 from rich.console import Console
 
 from hapsynth._errors import UsageError
+from hapsynth._gc import gc_paused
 from hapsynth._quantities import percent, plural, seconds
 from hapsynth._warn import OverlapWarning
 from hapsynth.api import synthesize
 from hapsynth.cli import run
 from hapsynth.cli.launch import launch_command, preflight_command
 from hapsynth.cli.model_file import Target, Targets, holds_json, load_target
-from hapsynth.cli.options import MISUSED, STDOUT, asked
+from hapsynth.cli.options import INTERRUPTED, MISUSED, STDOUT, asked
 from hapsynth.cli.output_files import Outputs
 from hapsynth.cli.profile import profile_command
 from hapsynth.cli.selection import loaded, picked, source_of
@@ -57,7 +58,7 @@ from hapsynth.view.step import Step
 from hapsynth.whatif.cluster_variants import advise
 from hapsynth.whatif.remedies import Shortage, remedies
 
-DONE, FAILED, INTERRUPTED = 0, 1, 130
+DONE, FAILED = 0, 1
 _GROUPS = 12
 """Of devices, that the picture of a step shows."""
 _MISUSES = (
@@ -70,7 +71,7 @@ def run_command(options: argparse.Namespace) -> int:
     """Run one command and return its exit status."""
     name = f"hapsynth {options.command}"
     try:
-        with _told(name, options), _Session(options) as session:
+        with gc_paused(), _told(name, options), _Session(options) as session:
             session.claim(options)
             _in_order(options)
             return _COMMANDS[options.command](options, session)

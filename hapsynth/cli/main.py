@@ -8,9 +8,14 @@ output goes away, as `| head` does, the rest of the report is dropped, and the c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import _thread
+import signal
+import sys
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
-from hapsynth.cli.options import MISUSED, parser
+from hapsynth.cli.options import INTERRUPTED, MISUSED, parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +24,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser().parse_args(argv)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else MISUSED
-    # JAX, and what else commands need, take seconds to import: `--help` does without.
-    from hapsynth.cli.commands import run_command
+    try:
+        with _interrupts_after():
+            # JAX, and what else commands need, take seconds to import: `--help` does without.
+            from hapsynth.cli.commands import run_command
+        with _interrupts_again():
+            return run_command(options)
+    except KeyboardInterrupt:
+        print(f"hapsynth {options.command}: interrupted: nothing written", file=sys.stderr)
+        return INTERRUPTED
 
-    return run_command(options)
+
+@contextmanager
+def _interrupts_after() -> Generator[None]:
+    """A Ctrl-C is raised when this is left: modules that are being imported make other errors of it, or nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupts_again() -> Generator[None]:
+    """A Ctrl-C is raised again where Python drops it: what is raised in a callback of its collector of garbage, of
+    which JAX has one, is printed and forgotten."""
+    before = sys.unraisablehook
+
+    def again(dropped: sys.UnraisableHookArgs) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            # Here it would be dropped as well.
+            threading.Timer(0.01, _thread.interrupt_main).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before

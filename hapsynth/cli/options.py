@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 
 STDOUT = "-"
 """In place of a file's name."""
-MISUSED = 2
-"""Exit status of bad usage or input."""
+MISUSED, INTERRUPTED = 2, 130
+"""Exit status of bad usage or input, and of a Ctrl-C before there was anything to keep."""
 FORMS = ("auto", "switch", "staged", "fused")
 """Those of `hapsynth.running.form.Form`."""
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -145,12 +145,14 @@ class Conversions:
         least = lambda entries: np.minimum.reduceat(entries, starts, axis=0)
         spread = lambda rows: np.repeat(rows, count, axis=0)
         seconds, steps, n = self.seconds[:, some], self.steps[:, some], len(self.seconds)
+        elsewhere = ~np.eye(n, dtype=bool)[from_, some]
         while True:
             through, hops = alone + seconds[after], 1 + steps[after]
             best = least(through)
             fewest = least(np.where(through == spread(best), hops, n))
             known, taken = seconds[from_], steps[from_]
-            better = np.isfinite(best) & ((best < known) | ((best == known) & (fewest < taken)))
+            # More steps than before as well: at steps that cost nothing, or are lost in a sum, a way beyond changed.
+            better = elsewhere & np.isfinite(best) & ((best < known) | ((best == known) & (fewest != taken)))
             if not better.any():
                 break
             seconds[from_], steps[from_] = np.where(better, best, known), np.where(better, fewest, taken)

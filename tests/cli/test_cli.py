@@ -1,5 +1,6 @@
 """The command line: its reports, golden ones of a frozen plan among them, and the JSON documents."""
 
+import argparse
 import json
 import logging
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,8 +18,9 @@ from cli_model import MODEL
 from frozen import GOLDEN, TOP, VALUE, Frozen
 
 from hapsynth._quantities import seconds
+from hapsynth.cli import commands
 from hapsynth.cli.main import main
-from hapsynth.cli.options import DTYPES, FORMS
+from hapsynth.cli.options import DTYPES, FORMS, INTERRUPTED
 from hapsynth.plan import Plan
 from hapsynth.report.comparison import print_comparison
 from hapsynth.report.explain import Explainer, find_value
@@ -388,3 +391,38 @@ def test_a_full_standard_output(
     assert main(["search", "model.py", "--cluster", "mixed.toml", *extra]) == 2
     error = "hapsynth search: standard output: [Errno 28] No space left on device\n"
     assert capsys.readouterr().err == error
+
+
+def test_a_ctrl_c_that_python_drops_is_raised_again(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Dropping:
+        def __del__(self) -> None:
+            raise KeyboardInterrupt
+
+    def dropped(options: argparse.Namespace) -> int:
+        Dropping()
+        for _ in range(3000):
+            time.sleep(0.01)
+        pytest.fail("nothing is raised")
+
+    monkeypatch.setattr(commands, "run_command", dropped)
+    assert main(["search", "model.py", "--cluster", "mixed.toml"]) == INTERRUPTED
+    assert capsys.readouterr().err == "hapsynth search: interrupted: nothing written\n"
+
+
+def test_a_ctrl_c_while_modules_are_imported(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An import may catch it, so it waits for the last: what it is raised in here would print a traceback."""
+    code = (
+        "import signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'hapsynth.cli.commands':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from hapsynth.cli.main import main\n"
+        "sys.exit(main(['search', 'model.py', '--cluster', 'mixed.toml']))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (INTERRUPTED, "")
+    assert ended.stderr == "hapsynth search: interrupted: nothing written\n"

@@ -18,6 +18,7 @@ from slow_devices import first_devices, slow_cluster
 
 import hapsynth
 from hapsynth.cli import commands, main
+from hapsynth.cli.options import INTERRUPTED
 from hapsynth.plan import Plan
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning import search_at_ratios
@@ -133,5 +134,5 @@ def test_on_the_command_line(
     assert json.loads(Path("s.json").read_text())["interrupted"] is True
     assert main.main(["explain", "p.json", "model.py"]) == commands.DONE
     monkeypatch.setattr(ProblemBuilder, "problem", pressed)
-    assert main.main(["search", "model.py", *options, "--plan", "none.json"]) == commands.INTERRUPTED
+    assert main.main(["search", "model.py", *options, "--plan", "none.json"]) == INTERRUPTED
     assert not Path("none.json").exists()
