@@ -29,20 +29,26 @@ class RatioError(ValueError):
 @dataclass(frozen=True, eq=False)
 class FixedRatios:
     """What is asked for: `weights`, a fraction per device that every class is cut by (along some of the mesh axes, by
-    the sums of its positions), or `named`, a fraction per position of single classes, by one of their members. None
-    of the fractions is negative, and they sum to 1. What has an owner is not cut.
+    the sums of its positions), or `named`, a fraction per position of single classes, by one of their members; shards
+    that further axes cut again are cut by the devices' speed. None of the fractions is negative, and they sum to 1.
+    What has an owner is not cut.
     """
 
     weights: Floats | None = None
     named: Mapping[Node, Floats] = field(default_factory=dict[Node, Floats])
 
-    def shares(self, classes: Classes) -> dict[int, tuple[int, ...]]:
-        """Class -> whole units nearest to what is asked for it, of the classes for which something is."""
-        found: dict[int, tuple[int, ...]] = {}
+    def shares(self, classes: Classes, speeds: Floats) -> dict[int, tuple[int, ...]]:
+        """Class -> whole units nearest to what is asked for it, of the classes for which something is. `speeds`: of
+        the devices."""
+        lengths, found = classes.lengths, dict[int, tuple[int, ...]]()
         for cls in classes.all:
-            vector = self._vector(cls, classes.lengths)
-            if vector is not None and cls.owner is None:
-                found[cls.index] = nested_shares(vector.reshape([classes.lengths[a] for a in cls.axes]), cls.units)
+            asked = self._asked(cls, lengths)
+            if not asked or cls.owner is not None:
+                continue
+            axes = max(asked, key=len)
+            speed = _along(lengths, cls.axes, speeds).reshape([*asked[axes].shape, -1])
+            weights = asked[axes][:, None] * speed / speed.sum(axis=-1, keepdims=True)
+            found[cls.index] = nested_shares(weights.reshape([lengths[a] for a in cls.axes]), cls.units)
         return found
 
     def check(self, sizes: Sizes) -> None:
@@ -59,9 +65,10 @@ class FixedRatios:
                 )
         for cls in sizes.classes.all:
             asked = [m for m in cls.members if m in self.named]
-            unlike = [m for m in asked if not np.array_equal(self.named[m], self.named[asked[0]])]
+            first = {m[2]: m for m in reversed(asked)}
+            unlike = [m for m in asked if not np.array_equal(self.named[m], self.named[first[m[2]]])]
             if unlike:
-                one, two = (f"{graph.values[v].name}.{d}" for v, d, *_ in (asked[0], unlike[0]))
+                one, two = (f"{graph.values[v].name}.{d}" for v, d, *_ in (first[unlike[0][2]], unlike[0]))
                 raise RatioError(
                     f"ratios are given for {one} and, unlike these, for {two}, and the best program at them cuts both "
                     "by the same: give those of one of them",
@@ -70,21 +77,27 @@ class FixedRatios:
         cut = [c for c in sizes.classes.all if c.owner is None]
         everywhere = gcd(*(c.units for c in cut))
         for cls in cut:
-            vector = self._vector(cls, sizes.classes.lengths)
-            if vector is None or _is_whole(vector, cls.units):
+            broken = [v for v in self._asked(cls, sizes.classes.lengths).values() if not _is_whole(v, cls.units)]
+            if not broken:
                 continue
             if self.weights is not None:
                 # What suits this class may not suit the next.
                 common = self.weights.reshape(sizes.classes.lengths)
                 raise _broken(cls.name, cls.units, self.weights, nested_shares(common, everywhere))
             asked = [m[:2] for m in cls.members if m in self.named]
-            raise _broken(cls.name, cls.units, vector, sizes.shares[cls.index], asked)
+            raise _broken(cls.name, cls.units, broken[0], nested_shares(broken[0], cls.units), asked)
 
-    def _vector(self, cls: DimensionClass, lengths: tuple[int, ...]) -> Floats | None:
+    def _asked(self, cls: DimensionClass, lengths: tuple[int, ...]) -> dict[tuple[int, ...], Floats]:
+        """By the axes that cut it, all of the class's or the major ones, what is asked: a fraction per position."""
         if self.weights is not None:
-            return np.bincount(devices_of(lengths, cls.axes), self.weights).astype(np.float64)
-        found = next((self.named[m] for m in cls.members if m in self.named), None)
-        return found if found is None or found.size == np.prod([lengths[a] for a in cls.axes]) else None
+            return {cls.axes: _along(lengths, cls.axes, self.weights)}
+        named = {m[2]: self.named[m] for m in reversed(cls.members) if m in self.named}
+        return {axes: v for axes, v in named.items() if axes and cls.axes[: len(axes)] == axes}
+
+
+def _along(lengths: tuple[int, ...], axes: tuple[int, ...], of_devices: Floats) -> Floats:
+    """Sums over the devices at each position along some axes, row-major."""
+    return np.bincount(devices_of(lengths, axes), of_devices).astype(np.float64)
 
 
 def check_granule(name: str, vector: Floats, units: int) -> None:

@@ -72,7 +72,7 @@ class Sizer:
     ) -> None:
         self.program, self.classes, self.costs, self._left = program, classes, costs, left
         self.graph: Graph = costs.graph
-        self.pinned = (fixed_ratios.shares(classes) if fixed_ratios else {}) | classes.owned
+        self.pinned = (fixed_ratios.shares(classes, costs.rate("float32")) if fixed_ratios else {}) | classes.owned
         self.families = sorted({c.axes for c in classes.all}, key=lambda axes: (-len(axes), axes))
         """The mesh axes that classes are cut along; each is one linear program's."""
         self.kinds = {axes: costs.kinds_along(axes) for axes in self.families}

@@ -43,3 +43,14 @@ def sized(traced: Traced, program: Program, *shares: tuple[int, ...]) -> Sizes:
     sizes = Sizes(traced.graph, Classes.build(traced.graph, program), shares)
     check(traced.graph, program, sizes)
     return sizes
+
+
+# ---- a matrix that is taken with its columns cut along one axis, and compared to zero with them cut along both
+
+
+def cut_again() -> tuple[Traced, Program]:
+    traced = trace(lambda x: x > 0, (floats(4, 12),))
+    (x,) = traced.graph.inputs
+    once, twice = (S(1), S(0)), (S(1), S(1, 1))
+    compare = Compute(0, (Triple((S(1), R), (S(1),), 1), Triple((S(1, 1), R), (S(1, 1),), 1)))
+    return traced, Program((("a", 2), ("b", 2)), {x: once}, (Convert(x, 1, once, twice), compare), (twice,))

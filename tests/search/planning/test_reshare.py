@@ -20,17 +20,16 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from milp import optimum
 from resharing import arguments, cluster, pooled, reshares, running_step, step_arguments
+from two_axes import cut_again
 
 import hapsynth
 from hapsynth.adapting import rebalance
 from hapsynth.cli.main import main
 from hapsynth.cluster.curves import Curve
-from hapsynth.graph.trace import trace
 from hapsynth.instructions.collectives import axis_between
-from hapsynth.instructions.factors import Triple
-from hapsynth.instructions.layout import R, S, parse_layout
+from hapsynth.instructions.layout import parse_layout
 from hapsynth.instructions.program.checker import check
-from hapsynth.instructions.program.program import Compute, Convert, Program, ProgramError
+from hapsynth.instructions.program.program import Compute, Program, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.moved_rows import moved, moves
@@ -462,11 +461,7 @@ def test_what_two_axes_cut_is_not_reshared() -> None:
 
 def test_shards_that_another_axis_cuts_again_stay_the_same() -> None:
     """A conversion cuts the shards that there are: of another way they would be other ones."""
-    traced = trace(lambda x: x > 0, (jnp.zeros((4, 12)),))
-    once, twice = parse_layout("S(1),S(0)"), parse_layout("S(1),S(1)/1")
-    (x,) = traced.graph.inputs
-    triples = Triple((S(1), R), (S(1),), 1), Triple((S(1, 1), R), (S(1, 1),), 1)
-    program = Program((("a", 2), ("b", 2)), {x: once}, (Convert(x, 1, once, twice), Compute(0, triples)), (twice,))
+    traced, program = cut_again()
     table = FactorTable(traced.graph)
     classes = Classes.build(traced.graph, program, table)
     uneven = [(1, *[0] * (2 ** len(cls.axes) - 2), cls.units - 1) for cls in classes.all]

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from cli_model import MODEL
 from slow_devices import first_devices, slow_cluster
+from two_axes import cut_again
 
 import hapsynth
 from hapsynth.cli.main import main
+from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.memory.profile import peak
 from hapsynth.search.planning.planner import InfeasibleError
-from hapsynth.search.sizing.fixed_ratios import RatioError, check_granule
+from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError, check_granule
 
 CLUSTER = slow_cluster((3.0, 3.0, 1.0, 1.0))
 
@@ -158,3 +161,20 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ):
         assert main([*search, "--ratios", *options]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_shards_by_name_that_another_axis_cuts_again() -> None:
+    """Of a state that several functions share one may cut again what another gave it cut once."""
+    traced, program = cut_again()
+    (x,) = traced.graph.inputs
+    classes = Classes.build(traced.graph, program, FactorTable(traced.graph))
+    asked = FixedRatios(named={(x, 1, (0,), 0): np.array([0.25, 0.75])})
+    (c,) = {classes.of[x, 1, (0,), 0], classes.of[x, 1, (0, 1), 0]}
+    found = asked.shares(classes, np.array([2.0, 1.0, 1.0, 2.0]))
+    assert found == {c: (2, 1, 3, 6)}
+    shares = tuple(found.get(cls.index, (cls.units, 0)) for cls in classes.all)
+    sizes = Sizes(traced.graph, classes, shares)
+    assert sizes.lengths(x, 1, (0,), 0) == (3, 9)
+    asked.check(sizes)
+    with pytest.raises(RatioError, match=r"the nearest that break none are \(0\.333333333, 0\.666666667\)"):
+        FixedRatios(named={(x, 1, (0,), 0): np.array([0.3, 0.7])}).check(sizes)
