@@ -139,13 +139,16 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
         value = arguments[path]
         each = " for each mesh axis, e.g. S(0),R" if axes > 1 else ""
         why = f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>){each}"
+        again = f", or S(<dim>)/1 on that which cuts a dimension again, e.g. {_cut_by_two(axes)}" if axes > 1 else ""
         try:
             layout = parse_layout(text)
         except (AttributeError, ValueError):
             raise ValueError(why) from None
         partial = any(p.is_partial or p.way or p.dim >= len(value.shape) for p in layout)
-        if len(layout) != axes or partial or not is_consistent(layout):
+        if len(layout) != axes or partial:
             raise ValueError(why)
+        if not is_consistent(layout):
+            raise ValueError(why + again)
         for dim, by, _ in cuts_of(layout):
             if by not in (known := orders(tuple(sorted(by)), axes)):
                 others = ", ".join(format_layout(cut_alone((dim, order, 0), axes)) for order in known)
@@ -158,6 +161,11 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
             raise ValueError(f"fixed asks for {text!r} of {path}, but {value} cannot be cut there; expected R")
         stored[value.index] = layout
     return stored
+
+
+def _cut_by_two(axes: int) -> str:
+    """A layout whose first dimension the first two axes cut."""
+    return format_layout(cut_alone((0, orders((0, 1), axes)[-1], 0), axes))
 
 
 Ratios = Sequence[float] | Mapping[str, Sequence[float]]

@@ -11,6 +11,8 @@ that. Else the monitor stops now and then, and this process's devices do by them
 from __future__ import annotations
 
 import logging
+import math
+import numbers
 import statistics
 from collections import deque
 from functools import cached_property
@@ -53,9 +55,9 @@ class Monitor(Generic[P]):
         self, plan: P, *, every: int = 100, window: int = 3, threshold: float = THRESHOLD, probe_s: float = 1.0
     ) -> None:
         for name, value in (("every", every), ("window", window)):
-            if value < 1:
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
-        if not probe_s > 0:
+        if not _is_positive(probe_s):
             raise ValueError(f"probe_s is {probe_s!r}; give the seconds that a measurement may take")
         if not 0 <= threshold < 1:
             raise ValueError(f"threshold is {threshold!r}; give the least gain as a fraction, like 0.05")
@@ -109,7 +111,7 @@ class Monitor(Generic[P]):
         itself of its own computing in this step, communication and waiting left out.
         """
         if seconds is not None:
-            if not (np.isfinite(seconds) and seconds > 0):
+            if not _is_positive(seconds):
                 raise ValueError(f"seconds is {seconds!r}; give the positive seconds that this process computed")
             self._given.append(seconds)
         self._steps += 1
@@ -143,3 +145,7 @@ class Monitor(Generic[P]):
         own = [d.process_index == jax.process_index() for d in self.plan.mesh.devices.flat]
         predicted = float(busy_seconds(self.plan)[own].max())
         return statistics.median(seconds) / predicted if predicted else 1.0
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value) and value > 0

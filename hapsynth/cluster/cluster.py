@@ -383,8 +383,8 @@ class Cluster:
         sizes = tuple((axis, axes.count(axis)) for axis in axes.data) if axes else ()
         collectives = read_collectives(top.table("collectives")) if "collectives" in top else {}
         profile = read_profile(top.table("profile")) if "profile" in top else {}
+        name, pairs = top.text("name", "a name"), read_pairs(top, labels)
         try:
-            name, pairs = top.text("name", "a name"), read_pairs(top, labels)
             return cls(name, devices, hosts, network, intra, sizes, collectives, profile, own, pairs)
         except ClusterError as error:
             raise ClusterError(f"{source}: {error}") from None

@@ -359,11 +359,13 @@ def test_a_probe_of_the_heaviest_op_alone(plan: Plan, why: str, monkeypatch: pyt
 
 
 def test_options_of_no_use(plan: Plan) -> None:
-    for wrong in ({"every": 0}, {"window": 0}, {"probe_s": 0.0}, {"threshold": 1.5}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Monitor(plan, **wrong)
-    with pytest.raises(ValueError, match="seconds is -1"):
-        Monitor(plan).step(seconds=-1)
+    wrong: list[dict[str, Any]] = [{"every": 0}, {"window": 0}, {"probe_s": 0.0}, {"threshold": 1.5}]
+    for options in (*wrong, {"every": 2.5}, {"every": "a"}, {"window": True}, {"probe_s": "1 s"}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; give"):
+            Monitor(plan, **options)
+    for seconds in (-1, "x", [1], True, float("nan")):
+        with pytest.raises(ValueError, match=r"seconds is .*; give the positive seconds"):
+            Monitor(plan).step(seconds=seconds)  # type: ignore[arg-type]
     undeployed = Plan(plan.traced, plan.result, plan.cluster)
     with pytest.raises(RuntimeError, match="no devices to watch"):
         Monitor(undeployed)

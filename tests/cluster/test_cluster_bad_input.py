@@ -58,6 +58,7 @@ def test_bad_file(tmp_path: Path, old: str, new: str, says: list[str]) -> None:
         load(tmp_path, GOOD.replace(old, new))
     for part in [str(tmp_path / "c.toml"), *says]:
         assert part in str(error.value)
+    assert str(error.value).count("c.toml") == 1
 
 
 BAD_KINDS = {

@@ -110,6 +110,7 @@ def test_bad_links(tmp_path: Path, old: str, new: str, says: list[str]) -> None:
         load(tmp_path, FILE.replace(old, new))
     for part in [str(tmp_path / "c.toml"), *says]:
         assert part in str(error.value)
+    assert str(error.value).count("c.toml") == 1
 
 
 def test_pairs_need_labels(tmp_path: Path) -> None:

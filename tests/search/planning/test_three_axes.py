@@ -226,6 +226,14 @@ def test_a_fixed_layout_in_another_order_is_refused() -> None:
     assert plan.layouts == {"[0]": "S(0)/1,S(0),R"}
 
 
+def test_a_fixed_layout_that_cuts_twice_alike_is_refused() -> None:
+    x, cluster = strategies.shape(16, 16), on(thin_cluster((1.0,) * 8), AXES)[1]
+    with pytest.raises(
+        ValueError, match=r"S\(<dim>\)/1 on that which cuts a dimension again, e\.g\. S\(0\)/1,S\(0\),R"
+    ):
+        hapsynth.synthesize(lambda x: x * 2, (x,), cluster, fixed={"[0]": "S(0),S(0),R"})
+
+
 def test_shards_that_do_not_nest_are_refused() -> None:
     """Those of the first axis, cut again by the second here and by the third there."""
     traced = trace(lambda x: x * 2, (floats(8, 8),))
