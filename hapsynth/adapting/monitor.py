@@ -148,4 +148,6 @@ class Monitor(Generic[P]):
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    return 0 < float(value) < math.inf

@@ -49,9 +49,13 @@ class Collective:
 
     def __str__(self) -> str:
         """What two ends must agree on."""
-        groups = ",".join("{" + ",".join(map(str, group)) + "}" for group in self.members)
-        words = (self.op, self.reduction, " ".join(self.operands), "{" + groups + "}", self.detail, self.inside)
+        words = (self.op, self.reduction, " ".join(self.operands), self.groups, self.detail, self.inside)
         return " ".join(word for word in words if word)
+
+    @property
+    def groups(self) -> str:
+        """`members` as "{{0,1},{2,3}}"."""
+        return "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in self.members) + "}"
 
     @property
     def group(self) -> int:
