@@ -26,7 +26,7 @@ HOSTS, PLACES = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 
 
 def collective(op: str, members: tuple[tuple[int, ...], ...] = ALL, held: int = 1024) -> Collective:
-    return Collective(op, "add", (f"f32[{held // 4}]",), "", "", "", 1, members)
+    return Collective(op, "add", (f"f32[{held // 4}]",), "", "", 1, members)
 
 
 @pytest.mark.parametrize(
