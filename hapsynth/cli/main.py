@@ -8,7 +8,6 @@ output goes away, as `| head` does, the rest of the report is dropped, and the c
 
 from __future__ import annotations
 
-import _thread
 import signal
 import sys
 import threading
@@ -60,7 +59,7 @@ def _interrupts_again() -> Generator[None]:
     def again(dropped: sys.UnraisableHookArgs) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             # Here it would be dropped as well.
-            threading.Timer(0.01, _thread.interrupt_main).start()
+            threading.Timer(0.01, signal.raise_signal, [signal.SIGINT]).start()
         else:
             before(dropped)
 
