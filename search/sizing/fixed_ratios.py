@@ -114,9 +114,8 @@ def _broken(
     name: str, units: int, vector: Floats, nearest: tuple[int, ...], cuts: Iterable[tuple[int, int]] = ()
 ) -> RatioError:
     text = lambda fractions: "(" + ", ".join(f"{x:.9g}" for x in fractions) + ")"
-    return RatioError(
-        f"ratios {text(vector)} break the granule of {name}, which is cut in {units} units: the nearest that break "
-        f"none are {text(np.array(nearest) / max(sum(nearest), 1))}; give these, or ratios by name for those classes "
-        "alone that yours suit",
-        cuts,
-    )
+    by_name = "ratios by name for those classes alone that yours suit"
+    near = f"the nearest that break none are {text(np.array(nearest) / max(sum(nearest), 1))}; give these, or {by_name}"
+    lone = f"only all at one position breaks none; give {by_name}"
+    said = lone if sum(nearest) == 1 else near
+    return RatioError(f"ratios {text(vector)} break the granule of {name}, which is cut in {units} units: {said}", cuts)

@@ -59,6 +59,13 @@ def test_ratios_written_with_six_digits_are_whole() -> None:
         check_granule("x.0", np.array([0.3333, 0.6667]), 600)
 
 
+def test_ratios_of_dimensions_without_a_common_granule() -> None:
+    args = (jax.ShapeDtypeStruct((640, 16), jnp.float32), jax.ShapeDtypeStruct((16, 7), jnp.float32))
+    fixed = {"[0]": "S(0)", "[1]": "S(1)"}
+    with pytest.raises(RatioError, match=r"in \d+ units: only all at one position breaks none; give ratios by name"):
+        hapsynth.synthesize(lambda x, w: (x + 1, w * 2), args, CLUSTER, ratios=(0.4, 0.4, 0.1, 0.1), fixed=fixed)
+
+
 def test_named_classes_keep_theirs_and_the_others_find_their_own() -> None:
     free = hapsynth.synthesize(step, (STATE, X), CLUSTER, leave_out=False)
     batch = next(name for name, cls in zip(free.ratios, free.sizes.classes.all) if (2, 0, (0,), 0) in cls.members)
