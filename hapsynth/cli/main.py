@@ -37,11 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def _interrupts_after() -> Generator[None]:
     """A Ctrl-C is raised when this is left: modules that are being imported make other errors of it, or nothing."""
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        # Ignored, as of jobs in the background, or somebody else's.
         yield
         return
     pressed = list[int]()
-    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -396,6 +397,9 @@ def test_a_full_standard_output(
 def test_a_ctrl_c_that_python_drops_is_raised_again(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # Workers of pytest-xdist ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     class Dropping:
         def __del__(self) -> None:
             raise KeyboardInterrupt
@@ -407,7 +411,10 @@ def test_a_ctrl_c_that_python_drops_is_raised_again(
         pytest.fail("nothing is raised")
 
     monkeypatch.setattr(commands, "run_command", dropped)
-    assert main(["search", "model.py", "--cluster", "mixed.toml"]) == INTERRUPTED
+    try:
+        assert main(["search", "model.py", "--cluster", "mixed.toml"]) == INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "hapsynth search: interrupted: nothing written\n"
 
 
@@ -415,6 +422,7 @@ def test_a_ctrl_c_while_modules_are_imported(files: Path, capsys: pytest.Capture
     """An import may catch it, so it waits for the last: what it is raised in here would print a traceback."""
     code = (
         "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'hapsynth.cli.commands':\n"
