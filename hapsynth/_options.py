@@ -139,7 +139,6 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
         value = arguments[path]
         each = " for each mesh axis, e.g. S(0),R" if axes > 1 else ""
         why = f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>){each}"
-        again = f", or S(<dim>)/1 on that which cuts a dimension again, e.g. {_cut_by_two(axes)}" if axes > 1 else ""
         try:
             layout = parse_layout(text)
         except (AttributeError, ValueError):
@@ -148,7 +147,8 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
         if len(layout) != axes or partial:
             raise ValueError(why)
         if not is_consistent(layout):
-            raise ValueError(why + again)
+            again = f", or S(<dim>)/1 for the axis that cuts a dimension again, e.g. {_cut_by_two(axes)}"
+            raise ValueError(why + (again if axes > 1 else ""))
         for dim, by, _ in cuts_of(layout):
             if by not in (known := orders(tuple(sorted(by)), axes)):
                 others = ", ".join(format_layout(cut_alone((dim, order, 0), axes)) for order in known)

@@ -24,10 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else MISUSED
     try:
-        with _interrupts_after():
+        with _interrupts_deferred():
             # JAX, and what else commands need, take seconds to import: `--help` does without.
             from hapsynth.cli.commands import run_command
-        with _interrupts_again():
+        with _dropped_interrupts_reraised():
             return run_command(options)
     except KeyboardInterrupt:
         print(f"hapsynth {options.command}: interrupted: nothing written", file=sys.stderr)
@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _interrupts_after() -> Generator[None]:
-    """A Ctrl-C is raised when this is left: modules that are being imported make other errors of it, or nothing."""
+def _interrupts_deferred() -> Generator[None]:
+    """A Ctrl-C is raised when this is left: imports turn it into other errors, or drop it."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        # Ignored, as of jobs in the background, or somebody else's.
+        # Ignored, as by jobs in the background, or with a handler of the caller's.
         yield
         return
     pressed = list[int]()
@@ -53,9 +53,9 @@ def _interrupts_after() -> Generator[None]:
 
 
 @contextmanager
-def _interrupts_again() -> Generator[None]:
-    """A Ctrl-C is raised again where Python drops it: what is raised in a callback of its collector of garbage, of
-    which JAX has one, is printed and forgotten."""
+def _dropped_interrupts_reraised() -> Generator[None]:
+    """A Ctrl-C is raised again where Python drops it: an exception in a callback of the garbage collector, as JAX has
+    one, is printed and ignored."""
     before = sys.unraisablehook
 
     def again(dropped: sys.UnraisableHookArgs) -> None:

@@ -213,7 +213,7 @@ def _members(groups: str, devices: int) -> tuple[tuple[int, ...], ...]:
         numbers = np.arange(int(count) * int(size)).reshape([*map(int, lengths.split(","))])
         numbers = numbers.transpose([*map(int, order.split(","))]) if order else numbers
         return _rows(numbers.reshape(int(count), int(size)))
-    # An axis of which a part is meant, as 'x':(1)2, is none of these: `jax.shard_map` makes none.
+    # Sub-axes, as 'x':(1)2, are refused below: `jax.shard_map` makes none.
     if named := re.fullmatch(r"mesh\[([^\]]*)\]\s*\{('[^':]*'(?:,\s*'[^':]*')*)\}", groups):
         sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", named[1])}
         along = re.findall(r"'([^']*)'", named[2])

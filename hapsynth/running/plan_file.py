@@ -207,7 +207,7 @@ def plan_from_dict(where: str, data: Mapping[str, Any], traced: Traced) -> tuple
 
 
 @contextmanager
-def _versions_of_jax_said(function: Mapping[str, Any]) -> Generator[None]:
+def _naming_jax_versions(function: Mapping[str, Any]) -> Generator[None]:
     """JAX versions trace one function to unlike ops: an error says so where a plan's version is not this one."""
     try:
         yield
@@ -221,7 +221,7 @@ def _versions_of_jax_said(function: Mapping[str, Any]) -> Generator[None]:
 
 
 def _plan_from_dict(data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Result, Cluster]:
-    with _versions_of_jax_said(data["function"]):
+    with _naming_jax_versions(data["function"]):
         traced = _same_function(data["function"], traced)
     graph = traced.graph
     cluster = Cluster.from_dict(data["cluster"])

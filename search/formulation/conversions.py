@@ -88,7 +88,7 @@ class LayoutSet:
         return reach
 
     @cached_property
-    def _placed(self) -> tuple[np.ndarray, np.ndarray]:
+    def _placements(self) -> tuple[np.ndarray, np.ndarray]:
         """Kinds and dimensions of placements, each [layouts, axes]."""
         kinds = np.array([[p.kind for p in layout] for layout in self.layouts])
         return kinds, np.array([[p.dim for p in layout] for layout in self.layouts])
@@ -100,16 +100,16 @@ class LayoutSet:
         Partial sums are summed, each whole or cut on the way, all along one dimension. What axes cut stays so or is
         gathered, or one of them comes to cut another dimension, beside one sum. A slice is everybody's own.
         """
-        kinds, dims = self._placed
-        was, of = kinds[self.number[made]], dims[self.number[made]]
-        changed = (kinds != was) | (dims != of)
-        moved = changed & (was == "S") & (kinds == "S")
+        kinds, dims = self._placements
+        kind, dim = kinds[self.number[made]], dims[self.number[made]]
+        changed = (kinds != kind) | (dims != dim)
+        moved = changed & (kind == "S") & (kinds == "S")
         beside = changed & ~moved
-        scattered = changed & (was == "P") & (kinds == "S")
-        first = np.max(dims, axis=1, where=scattered, initial=-1)[:, None]
-        sliced = (changed & (was == "R")).any(axis=1)
-        along_several = (scattered & (dims != first)).any(axis=1)
-        beside_one_sum = (beside.sum(axis=1) <= 1) & ~(beside & (was != "P")).any(axis=1)
+        scattered = changed & (kind == "P") & (kinds == "S")
+        last = np.max(dims, axis=1, where=scattered, initial=-1)[:, None]
+        sliced = (changed & (kind == "R")).any(axis=1)
+        along_several = (scattered & (dims != last)).any(axis=1)
+        beside_one_sum = (beside.sum(axis=1) <= 1) & ~(beside & (kind != "P")).any(axis=1)
         moves = moved.sum(axis=1)
         return ~sliced & ~along_several & ((moves == 0) | ((moves == 1) & beside_one_sum))
 
@@ -145,14 +145,15 @@ class Conversions:
         least = lambda entries: np.minimum.reduceat(entries, starts, axis=0)
         spread = lambda rows: np.repeat(rows, count, axis=0)
         seconds, steps, n = self.seconds[:, some], self.steps[:, some], len(self.seconds)
-        elsewhere = ~np.eye(n, dtype=bool)[from_, some]
+        off_diagonal = ~np.eye(n, dtype=bool)[from_, some]
         while True:
             through, hops = alone + seconds[after], 1 + steps[after]
             best = least(through)
             fewest = least(np.where(through == spread(best), hops, n))
             known, taken = seconds[from_], steps[from_]
-            # More steps than before as well: at steps that cost nothing, or are lost in a sum, a way beyond changed.
-            better = elsewhere & np.isfinite(best) & ((best < known) | ((best == known) & (fewest != taken)))
+            # The count of steps may rise too: where a cost is zero, or lost in rounding, the rest of the way may change
+            # and the seconds stay.
+            better = off_diagonal & np.isfinite(best) & ((best < known) | ((best == known) & (fewest != taken)))
             if not better.any():
                 break
             seconds[from_], steps[from_] = np.where(better, best, known), np.where(better, fewest, taken)

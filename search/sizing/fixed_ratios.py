@@ -116,6 +116,6 @@ def _broken(
     text = lambda fractions: "(" + ", ".join(f"{x:.9g}" for x in fractions) + ")"
     by_name = "ratios by name for those classes alone that yours suit"
     near = f"the nearest that break none are {text(np.array(nearest) / max(sum(nearest), 1))}; give these, or {by_name}"
-    lone = f"only all at one position breaks none; give {by_name}"
+    lone = f"the only ones that break none give all to one position; give {by_name}"
     said = lone if sum(nearest) == 1 else near
     return RatioError(f"ratios {text(vector)} break the granule of {name}, which is cut in {units} units: {said}", cuts)

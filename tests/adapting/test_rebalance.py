@@ -363,9 +363,10 @@ def test_options_of_no_use(plan: Plan) -> None:
     for options in (*wrong, {"every": 2.5}, {"every": "a"}, {"window": True}, {"probe_s": "1 s"}):
         with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; give"):
             Monitor(plan, **options)
-    for seconds in (-1, "x", [1], True, float("nan")):
+    no_seconds: list[Any] = [-1, "x", [1], True, float("nan")]
+    for seconds in no_seconds:
         with pytest.raises(ValueError, match=r"seconds is .*; give the positive seconds"):
-            Monitor(plan).step(seconds=seconds)  # type: ignore[arg-type]
+            Monitor(plan).step(seconds=seconds)
     undeployed = Plan(plan.traced, plan.result, plan.cluster)
     with pytest.raises(RuntimeError, match="no devices to watch"):
         Monitor(undeployed)

@@ -229,7 +229,7 @@ def test_a_fixed_layout_in_another_order_is_refused() -> None:
 def test_a_fixed_layout_that_cuts_twice_alike_is_refused() -> None:
     x, cluster = strategies.shape(16, 16), on(thin_cluster((1.0,) * 8), AXES)[1]
     with pytest.raises(
-        ValueError, match=r"S\(<dim>\)/1 on that which cuts a dimension again, e\.g\. S\(0\)/1,S\(0\),R"
+        ValueError, match=r"S\(<dim>\)/1 for the axis that cuts a dimension again, e\.g\. S\(0\)/1,S\(0\),R"
     ):
         hapsynth.synthesize(lambda x: x * 2, (x,), cluster, fixed={"[0]": "S(0),S(0),R"})
 

@@ -62,7 +62,9 @@ def test_ratios_written_with_six_digits_are_whole() -> None:
 def test_ratios_of_dimensions_without_a_common_granule() -> None:
     args = (jax.ShapeDtypeStruct((640, 16), jnp.float32), jax.ShapeDtypeStruct((16, 7), jnp.float32))
     fixed = {"[0]": "S(0)", "[1]": "S(1)"}
-    with pytest.raises(RatioError, match=r"in \d+ units: only all at one position breaks none; give ratios by name"):
+    with pytest.raises(
+        RatioError, match=r"in \d+ units: the only ones that break none give all to one position; give ratios by name"
+    ):
         hapsynth.synthesize(lambda x, w: (x + 1, w * 2), args, CLUSTER, ratios=(0.4, 0.4, 0.1, 0.1), fixed=fixed)
 
 
