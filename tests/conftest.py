@@ -28,7 +28,7 @@ from thoroughness import THOROUGH
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.instructions.rules import REGISTRY, extension
-from hapsynth.search.planning import makespan
+from hapsynth.search.planning.makespan import search
 
 DEVICES = 8
 GPU = os.environ.get("HAPSYNTH_GPU", "")
@@ -52,9 +52,9 @@ if QUICK and jax.__version_info__ < (0, 11):
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
-ROUNDS = makespan._ROUNDS_OF_BOUND
+ROUNDS = search._ROUNDS_OF_BOUND
 if not THOROUGH:
-    makespan._ROUNDS_OF_BOUND = ROUNDS[0], ROUNDS[0]
+    search._ROUNDS_OF_BOUND = ROUNDS[0], ROUNDS[0]
 
 # Tests of planning plan.
 os.environ["HAPSYNTH_CACHE_DIR"] = "off"
@@ -86,7 +86,7 @@ def eight_devices() -> list[jax.Device]:
 @pytest.fixture
 def all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds of makespans are raised in as many rounds as in a user's search."""
-    monkeypatch.setattr(makespan, "_ROUNDS_OF_BOUND", ROUNDS)
+    monkeypatch.setattr(search, "_ROUNDS_OF_BOUND", ROUNDS)
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from hapsynth.search.formulation.chains import Chain, ChainSpace
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.effort import Clock, Effort
-from hapsynth.search.planning.makespan import least_seconds, resources
+from hapsynth.search.planning.makespan.clocks import least_seconds, resources
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of

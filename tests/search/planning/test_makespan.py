@@ -31,7 +31,7 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.device_subsets import ClusterPlanner, subclusters
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.makespan import MakespanSearch
-from hapsynth.search.planning.mixtures import unlike_parts
+from hapsynth.search.planning.makespan.mixtures import unlike_parts
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress, Result

@@ -11,8 +11,8 @@ import pytest
 from assignments import CASES, Space, case, programs, random_assignment, random_chain
 
 from hapsynth.search.formulation.chains import Chain
-from hapsynth.search.planning.branches import Seen
-from hapsynth.search.planning.mixtures import mixture
+from hapsynth.search.planning.makespan.branches import Seen
+from hapsynth.search.planning.makespan.mixtures import mixture
 from hapsynth.search.solver import Ints
 
 TOLERANCE = 1e-6

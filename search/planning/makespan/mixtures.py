@@ -20,7 +20,7 @@ from scipy.sparse.csgraph import connected_components
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.chains import Chain, ChainSpace
 from hapsynth.search.formulation.choice_space import ChoiceSpace
-from hapsynth.search.planning.branches import Seen
+from hapsynth.search.planning.makespan.branches import Seen
 from hapsynth.search.solver import Ints
 
 _NODES = 200

@@ -21,44 +21,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from math import isclose, prod
-from typing import NamedTuple
+from math import prod
 
 import numpy as np
-from scipy.optimize import linprog
 
-from hapsynth.instructions.program.program import Compute, Program
-from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.program.program import Compute
 from hapsynth.search.analysis.reachability import Mask
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.cost.program_cost import by_cheapest_steps
-from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.chain_weights import ChainCosts, IdealChainCosts, WeightedBuilder
-from hapsynth.search.formulation.chains import SENT, Chain, ChainSpace, Occupancy, Resources
-from hapsynth.search.formulation.problem_builder import ProblemBuilder
-from hapsynth.search.memory.profile import MemoryProfile, peak
-from hapsynth.search.planning.branches import Branch, Seen, unlike_uses
+from hapsynth.search.formulation.chains import SENT, Chain, ChainSpace, Occupancy
+from hapsynth.search.memory.profile import peak
 from hapsynth.search.planning.candidate import Candidate
-from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
-from hapsynth.search.planning.mixtures import mixture, unlike_parts
+from hapsynth.search.planning.makespan.branches import Branch, Seen, unlike_uses
+from hapsynth.search.planning.makespan.clocks import first_devices, kinds_of_groups, least_seconds, resources
+from hapsynth.search.planning.makespan.master_problem import limiting_weights, nearest_weights
+from hapsynth.search.planning.makespan.mixtures import mixture, unlike_parts
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.group_testing import improving
-from hapsynth.search.scheduling.list_schedule import iterated, ordered, refined, schedule
+from hapsynth.search.scheduling.list_schedule import ordered, schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
-from hapsynth.search.scheduling.timeline import Timeline, simulate
-from hapsynth.search.sizing.makespan_lp import LINK
+from hapsynth.search.scheduling.timeline import Timeline
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints
 
-_FIRST_ROUNDS = 2
-"""Of weights, which tell how good a program there is at some ratios."""
 _MORE_ROUNDS = 4
 """Where that was not so good, and yet the bound allows better ones."""
-_ROUNDS = 2
-"""More, at the ratios of the search by sums."""
-_TURNS, _ROUNDS_AGAIN = 5, 3
+_ROUNDS_AGAIN = 3
 """At the ratios that each turn goes on with: rounds at near weights."""
 _ROUNDS_OF_BOUND, _STATES_OF_BOUND = (16, 128), 3_000_000
 """In the end, for the bound alone: as many rounds as come to so many states of their problems, within these."""
@@ -84,17 +73,12 @@ _STEP, _LONG_STEP = 0.5, 0.8
 last time and no program has come up since that limits it more."""
 _LEVEL = 0.5
 """From the best bound to the most that it may come to: where the next one is sought at near weights."""
-_PROMISING = 1.08
+PROMISING = 1.08
 """Times as long as the best program so far: what takes longer with its collectives bundled as they are sent is no
 better in other bundles."""
-_SEARCHING = 0.8
-"""Of a time budget: programs and bounds are sought in it; in the rest the best are scheduled again."""
 _LINKED, _LINKS, _LINKED_IN_VAIN = 2, 32, 12
 """Programs that the best one is linked with, one after the other, and how many between two of them are looked at, in
 all and in a row without a better one."""
-_TRIED, _NEARLY = 8, 1.01
-"""Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
-schedules are at most."""
 TOLERANCE = 2e-3
 """Relative: what a search leaves undecided, of bounds and of makespans."""
 _NODES = 5000
@@ -140,7 +124,7 @@ class MakespanSearch:
         # Within limits a search has variables besides, which count what is held.
         begin = begin[: len(self.structure.choices)]
         first = search.maker.chosen(self.builder, begin)
-        tasks = _undominated_tasks(first, self.costs)
+        tasks = undominated_tasks(first, self.costs)
         self._chain_costs = ChainCosts(self.builder, self.space, first_devices(self.costs))
         self.chains: list[Chain] = list(like.chains if like else self.space.alone)
         self.seen: list[Seen] = []
@@ -164,7 +148,7 @@ class MakespanSearch:
         """Whether rounds are at near weights (the level method), for the bound."""
         self._schedule(self._see(begin), first, tasks)
         if known is not None:
-            self._schedule(self.seen[0], known, _undominated_tasks(known, self.costs))
+            self._schedule(self.seen[0], known, undominated_tasks(known, self.costs))
         for other in like.seen if like else ():
             if not self._is_known(other.choices):
                 self._see(other.choices)
@@ -283,7 +267,7 @@ class MakespanSearch:
         chains in the programs seen that the part has [programs, chains]."""
         top = self.best.makespan_s if self.best else np.inf
         if len(lengths):
-            top = min(top, self._limiting_weights(lengths)[1])
+            top = min(top, limiting_weights(lengths, self._floors)[1])
         return max(top - branch.bound, _LEAST_MAY_RISE * branch.bound)
 
     def _limiting(self, branch: Branch) -> list[tuple[Seen, float]]:
@@ -291,7 +275,7 @@ class MakespanSearch:
         mine = self._seen_in(branch)
         if not mine:
             return []
-        _, _, shares = self._limiting_weights(self._lengths_seen()[mine])
+        _, _, shares = limiting_weights(self._lengths_seen()[mine], self._floors)
         return [(self.seen[n], share) for n, share in zip(mine, shares.tolist(), strict=True) if share]
 
     def _seen_in(self, branch: Branch) -> list[int]:
@@ -350,11 +334,11 @@ class MakespanSearch:
         seen = self._see(choices)
         if self.best is None or self.longest_chain(seen) < self.best.makespan_s:
             candidate = self.search.maker.chosen(self.builder, choices)
-            self._schedule(seen, candidate, _undominated_tasks(candidate, self.costs))
+            self._schedule(seen, candidate, undominated_tasks(candidate, self.costs))
         return True
 
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
-        bar = self.best.makespan_s * _PROMISING if self.best else np.inf
+        bar = self.best.makespan_s * PROMISING if self.best else np.inf
         timeline = schedule(tasks, quick=True, bar=bar)
         found = Scheduled(seen, candidate, timeline, critical_path(timeline))
         self.scheduled.append(found)
@@ -409,7 +393,7 @@ class MakespanSearch:
         mine = self._seen_in(at)
         while True:
             lengths = self._lengths_seen()[mine]
-            weights, most, shares = self._limiting_weights(lengths)
+            weights, most, shares = limiting_weights(lengths, self._floors)
             limiting = [(self.seen[n].taken, share) for n, share in zip(mine, shares, strict=True) if share]
             mean = Occupancy.mean(limiting)
             known = {chain.key for chain in self.chains}
@@ -420,44 +404,12 @@ class MakespanSearch:
                 if self._by_level:
                     # Higher than the best program takes none has to be.
                     top = min(most, self.best.makespan_s) if self.best else most
-                    nearest = self._nearest_weights(lengths, at.bound + _LEVEL * (top - at.bound))
+                    best, level = self._best_weights(), at.bound + _LEVEL * (top - at.bound)
                     step = 0.5**at.in_vain
-                    return nearest * step + self._best_weights() * (1 - step), most
+                    return nearest_weights(lengths, best, self._floors, level) * step + best * (1 - step), most
                 step = _LONG_STEP if at.rose and most >= before * (1 - TOLERANCE) else _STEP
                 return weights * step + self._best_weights() * (1 - step), most
             self.chains += longer
-
-    def _limiting_weights(self, lengths: Floats) -> tuple[Floats, float, Floats]:
-        """Weights at which the least weighted length of some programs is the greatest, this length, and the shares of
-        the programs that limit it. `lengths`: [programs, chains]."""
-        count, unit = lengths.shape[1], float(lengths.max()) or 1.0
-        found = linprog(
-            np.array([0.0] * count + [-1.0]),
-            A_ub=np.column_stack([-lengths / unit, np.ones(len(lengths))]),
-            b_ub=np.zeros(len(lengths)),
-            A_eq=np.array([[1.0] * count + [0.0]]),
-            b_eq=np.ones(1),
-            bounds=[*[(floor, None) for floor in self._floors], (None, None)],
-            method="highs",
-        )
-        return np.maximum(found.x[:count], 0.0), -float(found.fun) * unit, np.maximum(-found.ineqlin.marginals, 0.0)
-
-    def _nearest_weights(self, lengths: Floats, level: float) -> Floats:
-        """The weights nearest to the best ones, in the sum of what differs, at which each program's weighted lengths
-        are `level` or more."""
-        best, unit = self._best_weights(), float(lengths.max()) or 1.0
-        count = best.size
-        more = [(max(floor - weight, 0.0), None) for floor, weight in zip(self._floors, best, strict=True)]
-        found = linprog(
-            np.ones(2 * count),
-            A_ub=np.column_stack([-lengths, lengths]) / unit,
-            b_ub=(lengths @ best - level) / unit,
-            A_eq=np.array([[1.0] * count + [-1.0] * count]),
-            b_eq=np.array([1.0 - best.sum()]),
-            bounds=[*more, *[(0.0, weight) for weight in best]],
-            method="highs",
-        )
-        return best if found.x is None else np.maximum(best + found.x[:count] - found.x[count:], 0.0)
 
     @property
     def _floors(self) -> list[float]:
@@ -507,258 +459,5 @@ class MakespanSearch:
             self._look(choices)
 
 
-class Overlapped(NamedTuple):
-    """A program in the order in which it takes the least time found, and seconds that all programs at its ratios take
-    at least. `memory_bytes`: of each device. `clocks`: by name, how long each kind of device computes, and collectives
-    take together."""
-
-    program: Program
-    sizes: Sizes
-    timeline: Timeline
-    memory_bytes: tuple[float, ...]
-    lower_bound_s: float
-    clocks: dict[str, float]
-
-
-def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> MakespanSearch | None:
-    """The first rounds from the best program of the search by sums, whose own ratios are given; None where it has no
-    choices of its own."""
-    if best.choices is None:
-        return None
-    found = MakespanSearch(search, ratios, best.choices)
-    found.run(_FIRST_ROUNDS)
-    return found
-
-
-def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
-    """The program of the least makespan, found from a first look on; None where none fits in its order. What takes more
-    than `bar` seconds is of no use."""
-    search, first, least_sum = found.search, found, found.scheduled[0]
-    with search.clock.within(_SEARCHING):
-        found.run(_ROUNDS, bar)
-        found = _at_other_ratios(found, bar)
-        best_so_far = found.best
-        if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
-            # The bound was found at ratios that this program does not have: once more at its own.
-            found = min(_at(best_so_far.candidate.sizes, found, bar), found, key=_least_makespan)
-        if not search.clock.late() and found.bound < bar:
-            found.raise_bound()
-            found.relink()
-    fitting = _best_within_limit(found, least_sum)
-    if not fitting:
-        return None
-    best = min(fitting, key=lambda each: each.makespan_s)
-    # The ratios of the program of the least sum may be those of the first search alone.
-    searches = (first, found) if best.known is least_sum else (found,)
-    return best.overlapped._replace(lower_bound_s=max(each.bound_for(best.known) for each in searches))
-
-
-class _Tried(NamedTuple):
-    """A program that was scheduled again. `steps`: it or the same by the steps that go together; `timeline`: of these,
-    from which its order is; None where that is another."""
-
-    known: Scheduled
-    steps: Program
-    timeline: Timeline | None
-    overlapped: Overlapped
-
-    @property
-    def makespan_s(self) -> float:
-        return self.overlapped.timeline.makespan_s
-
-
-def _best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[_Tried]:
-    """The best programs of a search, and that of the least sum, in orders in which they fit: the best one, and those
-    with the least mean of quick schedule and longest chain, as more orders may gain what the schedule is above the
-    chain."""
-    search, tried, fitting = found.search, list[Scheduled](), list[_Tried]()
-    least = np.inf
-
-    def is_tried(known: Scheduled) -> bool:
-        same = lambda other: isclose(known.makespan_s, other.makespan_s) or known.candidate.is_like(other.candidate)
-        return any(map(same, tried))
-
-    def fit(known: Scheduled) -> None:
-        nonlocal least
-        tried.append(known)
-        again = _within_limit(known, search)
-        if again is not None:
-            fitting.append(again)
-            least = min(least, again.makespan_s)
-
-    chain = {known: found.longest_chain(known.seen) for known in found.scheduled}
-    for known in sorted(found.scheduled, key=lambda known: (known is not found.best, known.makespan_s + chain[known])):
-        if fitting and (len(tried) >= _TRIED or search.clock.late()):
-            break
-        if known.makespan_s < least * _NEARLY and chain[known] < least and not is_tried(known):
-            fit(known)
-    if not is_tried(least_sum) and least_sum.makespan_s < least * _PROMISING:
-        fit(least_sum)
-    best = min(fitting, key=lambda each: each.makespan_s, default=None)
-    if best and best.timeline and not search.clock.late():
-        shorter = iterated(best.timeline, search.clock.late)
-        overlapped = _timed(ordered(best.steps, shorter), best.known.candidate.sizes, search)
-        if overlapped is not None:
-            fitting.append(best._replace(overlapped=overlapped))
-    return fitting
-
-
-def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
-    """A search at the ratios that suit overlap the best: those of the search by sums, those by speed, and those that
-    balance each best program. In turn the one with the least bound goes on, which says the least of what is there,
-    until a turn gains nothing."""
-    search = found.search
-    weights, _ = search.task.starts()[0]
-    pool, balanced = [found], list[Scheduled]()
-    if found.best is not None and not search.clock.late():
-        pool.append(_begun_at(search.task.ratios(weights), found, bar))
-    for _ in range(_TURNS):
-        best = min(pool, key=_least_makespan)
-        known = best.best
-        if known is None or search.clock.late():
-            break
-        if known not in balanced:
-            balanced.append(known)
-            sizes = _balanced(known, search.task.costs, search.limit)
-            if sizes is not None:
-                pool.append(_at(sizes, best, bar))
-        at = min(pool, key=lambda each: each.bound)
-        if at.bound >= min(map(_least_makespan, pool)) * (1 - TOLERANCE):
-            break
-        at.go_on(bar)
-        if min(map(_least_makespan, pool)) >= known.makespan_s * (1 - TOLERANCE):
-            break
-    return min(pool, key=_least_makespan)
-
-
-def _at(sizes: Sizes, found: MakespanSearch, bar: float) -> MakespanSearch:
-    """The first rounds at the ratios of these sizes, which the best program has there too."""
-    assert found.best is not None
-    known = found.best.candidate.at(sizes, found.search.limit)
-    return _begun_at(found.search.task.own_ratios(sizes), found, bar, known)
-
-
-def _begun_at(ratios: Ratios, found: MakespanSearch, bar: float, known: Candidate | None = None) -> MakespanSearch:
-    """The first rounds at some ratios, from the best program of a search at others."""
-    assert found.best is not None
-    again = MakespanSearch(found.search, ratios, found.best.seen.choices, found, known)
-    again.run(_FIRST_ROUNDS, bar)
-    return again
-
-
-def _least_makespan(found: MakespanSearch) -> float:
-    return found.best.makespan_s if found.best else np.inf
-
-
-def _within_limit(known: Scheduled, search: FixedRatioSearch) -> _Tried | None:
-    """A program in an order in which it fits, by the steps that it has or those that go together; None where there is
-    none. Where time has run out it is the order that it has."""
-    candidate, costs = known.candidate, search.task.costs
-    timed = partial(_timed, sizes=candidate.sizes, search=search)
-    if search.clock.late():
-        ways = [(candidate.program, known.timeline)]
-    else:
-        ways = [(candidate.program, refined(known.timeline))]
-        together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
-        if together is not candidate.program:
-            tasks = tasks_of(together, candidate.sizes, costs, dominated=False)
-            ways.append((together, refined(schedule(tasks, quick=True))))
-    fitting = [
-        _Tried(known, steps, timeline, overlapped)
-        for steps, timeline in ways
-        if (overlapped := timed(ordered(steps, timeline))) is not None
-    ]
-    if fitting or candidate.memory > search.limit:
-        return min(fitting, key=lambda each: each.makespan_s, default=None)
-    less = schedules_holding_less(candidate.program, candidate.sizes, costs)
-    overlapped = next(filter(None, map(timed, less)), None) or timed(candidate.program)
-    return overlapped and _Tried(known, candidate.program, None, overlapped)
-
-
-def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:
-    """The best program of the search by sums, in its own order."""
-    found = _timed(best.program, best.sizes, search)
-    assert found is not None
-    return found
-
-
-def _undominated_tasks(candidate: Candidate, costs: CostModel) -> TaskGraph:
+def undominated_tasks(candidate: Candidate, costs: CostModel) -> TaskGraph:
     return tasks_of(candidate.program, candidate.sizes, costs, dominated=False)
-
-
-def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, bound: float = 0.0) -> Overlapped | None:
-    """A program in its own order; None where it holds too much."""
-    costs = search.task.costs
-    memory = MemoryProfile(costs.graph, program, sizes.classes, costs)
-    if memory.peak(sizes) > search.limit:
-        return None
-    tasks = tasks_of(program, sizes, costs)
-    timeline = simulate(tasks, range(len(tasks.machine)))
-    return Overlapped(program, sizes, timeline, memory.peaks(sizes), bound, clocks(timeline, costs))
-
-
-def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
-    """Sizes of a program that share its critical path better between devices and link; None where they gain nothing."""
-    candidate, tasks = found.candidate, found.timeline.tasks
-    spent = dict.fromkeys(Machine, 0.0)
-    for task, group in found.path:
-        spent[tasks.machine[task]] += float(tasks.seconds[task, group])
-    computing, total = spent[Machine.COMPUTE], sum(spent.values())
-    sizer = candidate.sizer
-    # What contention takes counts as if it were the same at other sizes.
-    besides = sizer.besides(candidate.sizes, busy_seconds(found.timeline, costs, contention=True))
-    sizes = sizer.balanced(candidate.sizes, besides, computing / total if total else 1.0, limit)
-    return None if sizes.shares == candidate.sizes.shares else sizes
-
-
-def kinds_of_groups(tasks: TaskGraph, costs: CostModel) -> dict[int, int]:
-    """Group of devices -> the number of their kind: those of a group are of one."""
-    return dict(zip(tasks.group_of.tolist(), costs.kind_of.tolist(), strict=True))
-
-
-def first_devices(costs: CostModel) -> Ints:
-    """Of each kind its first device [kinds]."""
-    return np.unique(costs.kind_of, return_index=True)[1]
-
-
-def busy_seconds(timeline: Timeline, costs: CostModel, *, contention: bool = False) -> dict[int, float]:
-    """Of each kind of device, by its number, the seconds that the busiest of its devices computes, and those that
-    collectives take together (`LINK`); of both what takes everything. `contention`: with what collectives beside it
-    slow computing down."""
-    tasks = timeline.tasks
-    machine = np.array(tasks.machine, dtype=np.int64)
-    everything = machine == Machine.EVERYTHING
-    each = tasks.seconds[(machine == Machine.COMPUTE) | everything].sum(axis=0)
-    if contention:
-        each = np.maximum(each, timeline.computed)
-    found = {LINK: float(tasks.seconds[(machine == Machine.LINK) | everything].max(axis=1, initial=0.0).sum())}
-    for group, kind in kinds_of_groups(tasks, costs).items():
-        found[kind] = max(found.get(kind, 0.0), float(each[group]))
-    return found
-
-
-def clocks(timeline: Timeline, costs: CostModel) -> dict[str, float]:
-    """By name, the seconds that each kind of device computes, and those of all collectives."""
-    busy, tasks = busy_seconds(timeline, costs), timeline.tasks
-    found = {f"compute {kind.name}": busy[k] for k, kind in enumerate(costs.kinds)}
-    sent = [k for k, machine in enumerate(tasks.machine) if machine is Machine.LINK]
-    return found | ({"collectives": float(tasks.seconds[sent].max(axis=1).sum())} if sent else {})
-
-
-def least_seconds(builder: ProblemBuilder) -> Floats:
-    """Of each op, at the ratios and under the triples that suit it [ops]."""
-    costs, triples = builder.costs, builder.structure.triples
-    works: dict[object, list[Work]] = {}
-    found = [(costs.kind(op), triples[op]) for op in range(len(triples))]
-    for op, key in enumerate(found):
-        if key not in works:
-            works[key] = [costs.work(op, ts) for ts in triples[op]]
-    # Many at once, as one by one they take the most of what a first look at many unlike ops does.
-    seconds = iter(costs.ideal_times(work for mine in works.values() for work in mine))
-    least = {key: min(islice(seconds, len(mine))) for key, mine in works.items()}
-    return np.array([least[key] for key in found])
-
-
-def resources(costs: CostModel) -> Resources:
-    """The streams of a cluster's kinds of devices, and the link."""
-    return Resources(tuple(kind.slowdown for kind in costs.kinds))

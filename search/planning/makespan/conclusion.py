@@ -1,0 +1,118 @@
+"""A search for the least makespan from its first look to its end: at other ratios, by its bound, in its last order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.planning.candidate import Candidate
+from hapsynth.search.planning.makespan.clocks import busy_seconds
+from hapsynth.search.planning.makespan.final_schedule import Overlapped, best_within_limit
+from hapsynth.search.planning.makespan.search import TOLERANCE, MakespanSearch, Scheduled
+from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
+from hapsynth.search.scheduling.tasks import Machine
+from hapsynth.search.sizing.ratios import Ratios
+
+_FIRST_ROUNDS = 2
+"""Of weights, which tell how good a program there is at some ratios."""
+_ROUNDS = 2
+"""More, at the ratios of the search by sums."""
+_TURNS = 5
+"""Of going on at the ratios that say the least of what is there."""
+_SEARCHING = 0.8
+"""Of a time budget: programs and bounds are sought in it; in the rest the best are scheduled again."""
+
+
+def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> MakespanSearch | None:
+    """The first rounds from the best program of the search by sums, whose own ratios are given; None where it has no
+    choices of its own."""
+    if best.choices is None:
+        return None
+    found = MakespanSearch(search, ratios, best.choices)
+    found.run(_FIRST_ROUNDS)
+    return found
+
+
+def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
+    """The program of the least makespan, found from a first look on; None where none fits in its order. What takes more
+    than `bar` seconds is of no use."""
+    search, first, least_sum = found.search, found, found.scheduled[0]
+    with search.clock.within(_SEARCHING):
+        found.run(_ROUNDS, bar)
+        found = _at_other_ratios(found, bar)
+        best_so_far = found.best
+        if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
+            # The bound was found at ratios that this program does not have: once more at its own.
+            found = min(_at(best_so_far.candidate.sizes, found, bar), found, key=_least_makespan)
+        if not search.clock.late() and found.bound < bar:
+            found.raise_bound()
+            found.relink()
+    fitting = best_within_limit(found, least_sum)
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda each: each.makespan_s)
+    # The ratios of the program of the least sum may be those of the first search alone.
+    searches = (first, found) if best.known is least_sum else (found,)
+    return best.overlapped._replace(lower_bound_s=max(each.bound_for(best.known) for each in searches))
+
+
+def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
+    """A search at the ratios that suit overlap the best: those of the search by sums, those by speed, and those that
+    balance each best program. In turn the one with the least bound goes on, which says the least of what is there,
+    until a turn gains nothing."""
+    search = found.search
+    weights, _ = search.task.starts()[0]
+    pool, balanced = [found], list[Scheduled]()
+    if found.best is not None and not search.clock.late():
+        pool.append(_begun_at(search.task.ratios(weights), found, bar))
+    for _ in range(_TURNS):
+        best = min(pool, key=_least_makespan)
+        known = best.best
+        if known is None or search.clock.late():
+            break
+        if known not in balanced:
+            balanced.append(known)
+            sizes = _balanced(known, search.task.costs, search.limit)
+            if sizes is not None:
+                pool.append(_at(sizes, best, bar))
+        at = min(pool, key=lambda each: each.bound)
+        if at.bound >= min(map(_least_makespan, pool)) * (1 - TOLERANCE):
+            break
+        at.go_on(bar)
+        if min(map(_least_makespan, pool)) >= known.makespan_s * (1 - TOLERANCE):
+            break
+    return min(pool, key=_least_makespan)
+
+
+def _at(sizes: Sizes, found: MakespanSearch, bar: float) -> MakespanSearch:
+    """The first rounds at the ratios of these sizes, which the best program has there too."""
+    assert found.best is not None
+    known = found.best.candidate.at(sizes, found.search.limit)
+    return _begun_at(found.search.task.own_ratios(sizes), found, bar, known)
+
+
+def _begun_at(ratios: Ratios, found: MakespanSearch, bar: float, known: Candidate | None = None) -> MakespanSearch:
+    """The first rounds at some ratios, from the best program of a search at others."""
+    assert found.best is not None
+    again = MakespanSearch(found.search, ratios, found.best.seen.choices, found, known)
+    again.run(_FIRST_ROUNDS, bar)
+    return again
+
+
+def _least_makespan(found: MakespanSearch) -> float:
+    return found.best.makespan_s if found.best else np.inf
+
+
+def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
+    """Sizes of a program that share its critical path better between devices and link; None where they gain nothing."""
+    candidate, tasks = found.candidate, found.timeline.tasks
+    spent = dict.fromkeys(Machine, 0.0)
+    for task, group in found.path:
+        spent[tasks.machine[task]] += float(tasks.seconds[task, group])
+    computing, total = spent[Machine.COMPUTE], sum(spent.values())
+    sizer = candidate.sizer
+    # What contention takes counts as if it were the same at other sizes.
+    besides = sizer.besides(candidate.sizes, busy_seconds(found.timeline, costs, contention=True))
+    sizes = sizer.balanced(candidate.sizes, besides, computing / total if total else 1.0, limit)
+    return None if sizes.shares == candidate.sizes.shares else sizes

@@ -1,0 +1,136 @@
+"""The orders in which a search's best programs take the least time and fit.
+
+In the search programs are scheduled quickly, and in the steps that they have; the best ones are scheduled again, by
+steps that go together too, and in orders that hold less where they do not fit.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import isclose
+from typing import NamedTuple
+
+import numpy as np
+
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.search.cost.program_cost import by_cheapest_steps
+from hapsynth.search.memory.profile import MemoryProfile
+from hapsynth.search.planning.candidate import Candidate
+from hapsynth.search.planning.makespan.clocks import clocks
+from hapsynth.search.planning.makespan.search import PROMISING, MakespanSearch, Scheduled
+from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
+from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
+from hapsynth.search.scheduling.list_schedule import iterated, ordered, refined, schedule
+from hapsynth.search.scheduling.tasks import tasks_of
+from hapsynth.search.scheduling.timeline import Timeline, simulate
+
+_TRIED, _NEARLY = 8, 1.01
+"""Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
+schedules are at most."""
+
+
+class Overlapped(NamedTuple):
+    """A program in the order in which it takes the least time found, and seconds that all programs at its ratios take
+    at least. `memory_bytes`: of each device. `clocks`: by name, how long each kind of device computes, and collectives
+    take together."""
+
+    program: Program
+    sizes: Sizes
+    timeline: Timeline
+    memory_bytes: tuple[float, ...]
+    lower_bound_s: float
+    clocks: dict[str, float]
+
+
+class Tried(NamedTuple):
+    """A program that was scheduled again. `steps`: it or the same by the steps that go together; `timeline`: of these,
+    from which its order is; None where that is another."""
+
+    known: Scheduled
+    steps: Program
+    timeline: Timeline | None
+    overlapped: Overlapped
+
+    @property
+    def makespan_s(self) -> float:
+        return self.overlapped.timeline.makespan_s
+
+
+def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:
+    """The best program of the search by sums, in its own order."""
+    found = _timed(best.program, best.sizes, search)
+    assert found is not None
+    return found
+
+
+def best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[Tried]:
+    """The best programs of a search, and that of the least sum, in orders in which they fit: the best one, and those
+    with the least mean of quick schedule and longest chain, as more orders may gain what the schedule is above the
+    chain."""
+    search, tried, fitting = found.search, list[Scheduled](), list[Tried]()
+    least = np.inf
+
+    def is_tried(known: Scheduled) -> bool:
+        same = lambda other: isclose(known.makespan_s, other.makespan_s) or known.candidate.is_like(other.candidate)
+        return any(map(same, tried))
+
+    def fit(known: Scheduled) -> None:
+        nonlocal least
+        tried.append(known)
+        again = _within_limit(known, search)
+        if again is not None:
+            fitting.append(again)
+            least = min(least, again.makespan_s)
+
+    chain = {known: found.longest_chain(known.seen) for known in found.scheduled}
+    for known in sorted(found.scheduled, key=lambda known: (known is not found.best, known.makespan_s + chain[known])):
+        if fitting and (len(tried) >= _TRIED or search.clock.late()):
+            break
+        if known.makespan_s < least * _NEARLY and chain[known] < least and not is_tried(known):
+            fit(known)
+    if not is_tried(least_sum) and least_sum.makespan_s < least * PROMISING:
+        fit(least_sum)
+    best = min(fitting, key=lambda each: each.makespan_s, default=None)
+    if best and best.timeline and not search.clock.late():
+        shorter = iterated(best.timeline, search.clock.late)
+        overlapped = _timed(ordered(best.steps, shorter), best.known.candidate.sizes, search)
+        if overlapped is not None:
+            fitting.append(best._replace(overlapped=overlapped))
+    return fitting
+
+
+def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Tried | None:
+    """A program in an order in which it fits, by the steps that it has or those that go together; None where there is
+    none. Where time has run out it is the order that it has."""
+    candidate, costs = known.candidate, search.task.costs
+    timed = partial(_timed, sizes=candidate.sizes, search=search)
+    if search.clock.late():
+        ways = [(candidate.program, known.timeline)]
+    else:
+        ways = [(candidate.program, refined(known.timeline))]
+        together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
+        if together is not candidate.program:
+            tasks = tasks_of(together, candidate.sizes, costs, dominated=False)
+            ways.append((together, refined(schedule(tasks, quick=True))))
+    fitting = [
+        Tried(known, steps, timeline, overlapped)
+        for steps, timeline in ways
+        if (overlapped := timed(ordered(steps, timeline))) is not None
+    ]
+    if fitting or candidate.memory > search.limit:
+        return min(fitting, key=lambda each: each.makespan_s, default=None)
+    less = schedules_holding_less(candidate.program, candidate.sizes, costs)
+    overlapped = next(filter(None, map(timed, less)), None) or timed(candidate.program)
+    return overlapped and Tried(known, candidate.program, None, overlapped)
+
+
+def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, bound: float = 0.0) -> Overlapped | None:
+    """A program in its own order; None where it holds too much."""
+    costs = search.task.costs
+    memory = MemoryProfile(costs.graph, program, sizes.classes, costs)
+    if memory.peak(sizes) > search.limit:
+        return None
+    tasks = tasks_of(program, sizes, costs)
+    timeline = simulate(tasks, range(len(tasks.machine)))
+    return Overlapped(program, sizes, timeline, memory.peaks(sizes), bound, clocks(timeline, costs))
