@@ -63,6 +63,16 @@ def check_positive(name: str, value: Any, unit: str) -> None:
         raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
 
 
+def check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
+
+
+def check_gain(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < 1:
+        raise ValueError(f"{name} is {value!r}; give the least gain as a fraction, like 0.05")
+
+
 def check_joint_gap(value: Any, *, overlap: bool) -> None:
     if value is None:
         return
@@ -137,7 +147,7 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
         if path not in arguments:
             raise ValueError(f"fixed names {what} {path!r}, but the {what}s are {', '.join(arguments)}")
         value = arguments[path]
-        each = " for each mesh axis, e.g. S(0),R" if axes > 1 else ""
+        each = f" for each of the {axes} mesh axes longer than 1, e.g. {_cut_by_one(axes)}" if axes > 1 else ""
         why = f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>){each}"
         try:
             layout = parse_layout(text)
@@ -161,6 +171,11 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
             raise ValueError(f"fixed asks for {text!r} of {path}, but {value} cannot be cut there; expected R")
         stored[value.index] = layout
     return stored
+
+
+def _cut_by_one(axes: int) -> str:
+    """A layout whose first dimension the first axis cuts."""
+    return format_layout(cut_alone((0, (0,), 0), axes))
 
 
 def _cut_by_two(axes: int) -> str:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from hapsynth._options import check_count, check_dict, check_gain, check_positive
 from hapsynth.running.allgather import gathered
 from hapsynth.running.base import P, Planned
 from hapsynth.running.form import no_overlap
@@ -40,11 +41,13 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
     """The plan, as "hapsynth", and where it has overlap its program with one instruction after another, as "hapsynth
     without overlap", and between CPUs in the other form that hides collectives, as "hapsynth in stages"; then the
     baselines (`hapsynth.search.planning.baselines`) as plans of the same function: those that fit into memory and are
-    predicted to take at most `within` times as long, by rising prediction.
+    predicted to take at most `within` times as long, by rising prediction. Baselines have their own layouts and ratios,
+    also where some were asked for of the plan (`fixed`, `ratios`).
 
     `mesh`: of all devices of the plan's cluster. By default the plan's: where it leaves devices out, so do they.
     Raises RuntimeError for a plan without devices, ValueError for a mesh of another number of them.
     """
+    check_positive("within", within, "times the plan's prediction")
     if plan.mesh is None:
         raise RuntimeError("this plan has no devices to run on: load it where they are, with hapsynth.load")
     limits = plan.result.memory_limit_bytes
@@ -90,12 +93,13 @@ def autotune(
     plan runs in two turns of `steps` steps, the second in opposite order, each after one that is not counted; only one
     plan's arguments lie on the devices at a time. The first plan wins unless another takes at least the fraction
     `margin` less. In a run of several processes all must call, with the same plans, and all get the same answer.
-    Raises ValueError where there is no plan or no step, RuntimeError for a plan without devices.
+    Raises TypeError and ValueError for plans and options that are none, RuntimeError for a plan without devices.
     """
+    check_dict("plans", plans)
     if not plans:
         raise ValueError("no plan was given; give {name: plan}, as hapsynth.autotune_candidates does")
-    if steps < 1:
-        raise ValueError(f"steps is {steps!r}; give a whole number of at least 1")
+    check_count("steps", steps)
+    check_gain("margin", margin)
     names = list(plans)
     times = np.zeros((len(names), 2, steps))
     for turn, order in enumerate((range(len(names)), reversed(range(len(names))))):

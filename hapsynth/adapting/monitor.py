@@ -21,6 +21,7 @@ from typing import Any, Generic
 import jax
 import numpy as np
 
+from hapsynth._options import check_count, check_gain
 from hapsynth.adapting.probe import Probe
 from hapsynth.adapting.rebalance import THRESHOLD, Proposal, busy_seconds, propose
 from hapsynth.lower import Staged
@@ -55,12 +56,10 @@ class Monitor(Generic[P]):
         self, plan: P, *, every: int = 100, window: int = 3, threshold: float = THRESHOLD, probe_s: float = 1.0
     ) -> None:
         for name, value in (("every", every), ("window", window)):
-            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-                raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
+            check_count(name, value)
         if not _is_positive(probe_s):
             raise ValueError(f"probe_s is {probe_s!r}; give the seconds that a measurement may take")
-        if not 0 <= threshold < 1:
-            raise ValueError(f"threshold is {threshold!r}; give the least gain as a fraction, like 0.05")
+        check_gain("threshold", threshold)
         if plan.mesh is None:
             raise RuntimeError("this plan has no devices to watch: load it where they are, with hapsynth.load")
         self.every, self.threshold, self.probe_s = every, threshold, probe_s

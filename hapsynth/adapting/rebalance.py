@@ -13,6 +13,7 @@ from typing import Generic
 
 import numpy as np
 
+from hapsynth._options import check_gain
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.instructions.program.sizes import Sizes
@@ -102,8 +103,7 @@ def propose(plan: P, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal
     measurement alone: noise is in some of them, and a device that slows between two is not known yet. Raises ValueError
     for a threshold that is no fraction. In a run of several processes all must call, and the first one's numbers count.
     """
-    if not 0 <= threshold < 1:
-        raise ValueError(f"threshold is {threshold!r}; give the least gain as a fraction, like 0.05")
+    check_gain("threshold", threshold)
     measured = slowdown.astype(np.float64).reshape(len(slowdown), -1)
     measured = _first(plan.mesh, measured.ravel()).reshape(measured.shape)
     slowdown, program = np.median(measured, axis=1), plan.program

@@ -71,7 +71,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, target)
     except BaseException:
-        os.unlink(temporary)
+        # Ctrl-C may come when it has its name already.
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 

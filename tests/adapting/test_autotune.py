@@ -137,7 +137,11 @@ def test_devices_that_the_plan_leaves_out(mesh: Mesh) -> None:
 def test_bad_input(plan: Plan) -> None:
     with pytest.raises(ValueError, match="no plan was given"):
         hapsynth.autotune({}, STATE, BATCH, **GIVEN)
-    with pytest.raises(ValueError, match="steps is 0"):
-        hapsynth.autotune({"plan": plan}, STATE, BATCH, steps=0, **GIVEN)
+    options: tuple[tuple[str, Any], ...] = (("steps", 0), ("steps", 1.5), ("margin", float("nan")), ("margin", "x"))
+    for name, value in options:
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; give"):
+            hapsynth.autotune({"plan": plan}, STATE, BATCH, **{name: value}, **GIVEN)
+    with pytest.raises(ValueError, match="within is nan; give"):
+        hapsynth.autotune_candidates(plan, within=float("nan"))
     with pytest.raises(RuntimeError, match="no devices to run on"):
         hapsynth.autotune_candidates(Plan(plan.traced, plan.result, plan.cluster))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +165,21 @@ def test_an_error_shows_only_the_ends_of_what_is_large(plan: Plan, tmp_path: Pat
         load(file, step, step_args(), mesh_of())
     assert len(str(caught.value)) < 1000
     assert len(str(caught.value.__cause__)) < 1000
+
+
+def test_ctrl_c_once_the_file_has_its_name(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is Ctrl-C that comes up, and the file is whole."""
+    file, replaced = tmp_path / "plan.json", os.replace
+
+    def interrupted(source: Path, target: Path) -> None:
+        replaced(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plan.save(file)
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    assert load(file, step, step_args()).cost == plan.cost
 
 
 def test_files_that_are_no_plans(plan: Plan, tmp_path: Path) -> None:

@@ -234,6 +234,14 @@ def test_a_fixed_layout_that_cuts_twice_alike_is_refused() -> None:
         hapsynth.synthesize(lambda x: x * 2, (x,), cluster, fixed={"[0]": "S(0),S(0),R"})
 
 
+def test_a_fixed_layout_is_along_the_axes_longer_than_one() -> None:
+    x, axes = strategies.shape(16, 16), (("data", 2), ("one", 1), ("tensor", 2))
+    cluster = on(thin_cluster((1.0,) * 4), axes)[1]
+    with pytest.raises(ValueError, match=r"for each of the 2 mesh axes longer than 1, e\.g\. S\(0\),R"):
+        hapsynth.synthesize(lambda x: x * 2, (x,), cluster, fixed={"[0]": "S(0),R,S(1)"})
+    assert hapsynth.synthesize(lambda x: x * 2, (x,), cluster, fixed={"[0]": "S(0),S(1)"}).layouts["[0]"] == "S(0),S(1)"
+
+
 def test_shards_that_do_not_nest_are_refused() -> None:
     """Those of the first axis, cut again by the second here and by the third there."""
     traced = trace(lambda x: x * 2, (floats(8, 8),))
