@@ -17,12 +17,13 @@ from rich.console import Console
 
 from hapsynth._errors import UsageError
 from hapsynth._gc import gc_paused
+from hapsynth._options import check_joint_gap
 from hapsynth._quantities import percent, plural, seconds
 from hapsynth._warn import OverlapWarning
 from hapsynth.api import synthesize
 from hapsynth.cli import run
 from hapsynth.cli.launch import launch_command, preflight_command
-from hapsynth.cli.model_file import Target, Targets, holds_json, load_target
+from hapsynth.cli.model_file import Target, Targets, holds_json, load_target, model_path
 from hapsynth.cli.options import INTERRUPTED, MISUSED, STDOUT, asked
 from hapsynth.cli.output_files import Outputs
 from hapsynth.cli.profile import profile_command
@@ -347,6 +348,9 @@ def _view(options: argparse.Namespace, session: _Session) -> int:
     plans = [name for name in options.files if holds_json(name)]
     models = [name for name in options.files if name not in plans]
     if len(models) != 1 or len(plans) not in (1, 2):
+        for name in models:
+            if not model_path(name).exists():
+                raise UsageError(f"{name}: no such file")
         given = f"{plural(len(plans), 'plan')} and {plural(len(models), 'other file')}"
         raise UsageError(f"give one plan, or two to compare, and the model file of their function; {given} were given")
     found = [loaded(name, models[0], options.function)[0] for name in plans]
@@ -418,6 +422,10 @@ def _synthesized(options: argparse.Namespace, target: Target | Targets, cluster:
     functions: Any = target.fn if one else target.functions
     args: Any = target.args
     requested = asked(options, None if one else list(target.each))
+    try:
+        check_joint_gap(options.joint_gap, overlap=options.overlap)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     with progress(False if options.quiet else options.progress) as show:
         return synthesize(
             functions,

@@ -70,6 +70,11 @@ def load_target(text: str) -> Target | Targets:
     return _target(returned, path, name)
 
 
+def model_path(text: str) -> Path:
+    """The file of `FILE` or `FILE:name`."""
+    return _split(text)[0]
+
+
 def _split(text: str) -> tuple[Path, str]:
     head, colon, tail = text.rpartition(":")
     if colon and head and tail.isidentifier() and not Path(text).exists():

@@ -37,8 +37,10 @@ class Outputs:
 
     def claim(self, option: str, name: str | None) -> None:
         """Check that `name`, given with `option`, can be written. UsageError where it can't be."""
-        if name is None or name == STDOUT:
+        if name is None or (name == STDOUT and option == "--json"):
             return
+        if name == STDOUT:
+            raise UsageError(f"{option} {name}: --json alone writes to standard output; give a file name")
         path = _resolved(name)
         if name in self._temporary or path in map(_resolved, self._temporary):
             raise UsageError(f"{option} {name}: another output is written to the same file")

@@ -88,6 +88,13 @@ def cut_name(dim: int, way: int) -> str:
     return f".{dim}" + (f"~{way}" if way else "") if owner is None else f" at {owner}"
 
 
+def node_name(graph: Graph, node: Node, axes: Sequence[tuple[str, int]]) -> str:
+    """Of a dimension that some of the mesh axes cut, as in `Plan.ratios`."""
+    value, dim, cut, way = node
+    along = "@" + ",".join(axes[a][0] for a in cut) if len(axes) > 1 else ""
+    return f"{graph.values[value].name}{cut_name(dim, way)}{along}"
+
+
 def layout_nodes(value: int, layout: Layout) -> list[Node]:
     """The dimensions of a value that a layout cuts."""
     return [(value, dim, axes, way) for dim, axes, way in cuts_of(layout)]
@@ -125,12 +132,16 @@ class DimensionClass:
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """The dimension classes of a program on a mesh of `lengths`. `hosts`: as of `Program`."""
+    """The dimension classes of a program on a mesh of `axes` (name, length). `hosts`: as of `Program`."""
 
     all: tuple[DimensionClass, ...]
     of: Mapping[Node, int]
-    lengths: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...]
     hosts: tuple[Hosts, ...] = ()
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(length for _, length in self.axes)
 
     def hosts_along(self, axis: int) -> Hosts:
         """Those that a mesh axis goes over."""
@@ -204,12 +215,10 @@ class Classes:
             if any(m[2] != axes[: len(m[2])] for m in members):
                 cuts = sorted({m[2] for m in members})
                 raise ProgramError(f"{graph.values[value].name}.{dim} is cut alike along the mesh axes {cuts}")
-            name = f"{graph.values[value].name}{cut_name(dim, way)}"
-            if len(program.axes) > 1:
-                name += "@" + ",".join(program.axes[a][0] for a in axes)
+            name = node_name(graph, (value, dim, axes, way), program.axes)
             classes.append(DimensionClass(len(classes), name, axes, sets.units[root], tuple(members)))
             of.update(dict.fromkeys(members, len(classes) - 1))
-        return Classes(tuple(classes), of, tuple(size for _, size in program.axes), program.hosts)
+        return Classes(tuple(classes), of, program.axes, program.hosts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,8 @@ from math import gcd
 
 import numpy as np
 
-from hapsynth.instructions.program.sizes import Classes, DimensionClass, Node, Sizes
+from hapsynth.instructions.layout import cut_alone, format_layout
+from hapsynth.instructions.program.sizes import Classes, DimensionClass, Node, Sizes, node_name
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.cost.network import devices_of
 from hapsynth.search.sizing.ratios import nested_shares
@@ -54,21 +55,21 @@ class FixedRatios:
     def check(self, sizes: Sizes) -> None:
         """RatioError where a plan's classes cannot be cut by what is asked, a named one is none of its classes, or two
         names of one class ask for unlike fractions."""
-        graph, of = sizes.graph, sizes.classes.of
+        graph, of, mesh = sizes.graph, sizes.classes.of, sizes.classes.axes
         for node in self.named:
             if node not in of:
-                value, dim, *_ = node
-                name = f"{graph.values[value].name}.{dim}"
+                _, dim, axes, _ = node
+                name, layout = node_name(graph, node, mesh), cut_alone((dim, axes, 0), len(mesh))
                 raise RatioError(
-                    f"ratios are given for {name}, which the best program at them does not cut; keep it cut with "
-                    f"fixed={{...: 'S({dim})'}} where it is an argument, or leave it out of the ratios"
+                    f"ratios are given for {name}, which the best program at them does not cut so; keep it cut with "
+                    f"fixed={{...: {format_layout(layout)!r}}} where it is an argument, or leave it out of the ratios"
                 )
         for cls in sizes.classes.all:
             asked = [m for m in cls.members if m in self.named]
             first = {m[2]: m for m in reversed(asked)}
             unlike = [m for m in asked if not np.array_equal(self.named[m], self.named[first[m[2]]])]
             if unlike:
-                one, two = (f"{graph.values[v].name}.{d}" for v, d, *_ in (first[unlike[0][2]], unlike[0]))
+                one, two = (node_name(graph, node, mesh) for node in (first[unlike[0][2]], unlike[0]))
                 raise RatioError(
                     f"ratios are given for {one} and, unlike these, for {two}, and the best program at them cuts both "
                     "by the same: give those of one of them",

@@ -165,6 +165,7 @@ def test_unknown_value(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("--plan", "no/where.json", r"--plan no/where\.json: the folder .* does not exist"),
         ("--json", "no/where.json", r"--json no/where\.json: the folder .* does not exist"),
         ("--json", ".", r"--json \.: is a folder; give a file name"),
+        ("--plan", "-", "--plan -: --json alone writes to standard output; give a file name"),
         ("--plan", "model.py/x", r"--plan model\.py/x: the folder .* does not exist"),
     ],
 )
@@ -174,6 +175,12 @@ def test_unwritable_outputs_are_found_first(
     (files / "bad.py").write_text("raise AssertionError('loaded before the outputs were tried')")
     argv = ["search", "bad.py", "--cluster", "mixed.toml", option, name]
     refused(argv, pattern, files, capsys)
+
+
+@pytest.mark.parametrize("command", ["search", "compare"])
+def test_options_that_exclude_each_other(command: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [command, "model.py", "--cluster", "mixed.toml", "--joint-gap", "3%", "--overlap"]
+    refused(argv, "joint_gap is given with overlap, .*; leave one of them out", files, capsys)
 
 
 def test_two_outputs_in_one_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

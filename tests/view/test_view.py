@@ -242,6 +242,7 @@ def test_the_command(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(Path("t.json").read_text())["traceEvents"]
     for argv, why in (
         (["plan.json", "-o", "x.html"], "1 plan and 0 other files were given"),
+        (["plan.json", "no.json", "model.py", "-o", "x.html"], "no.json: no such file"),
         (["plan.json", "b.json", "plan.json", "model.py", "-o", "x.html"], "3 plans and 1 other file were given"),
     ):
         assert main(["view", *argv]) == 2

@@ -122,7 +122,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "uncut": (
         {"[0]['b'].1": (0.5, 0.5, 0.0, 0.0)},
         RatioError,
-        r"ratios are given for in1\.1, which the best program at them does not cut; keep it cut with fixed=.*S\(1\)",
+        r"ratios are given for in1\.1, which the best program at them does not cut so; keep it cut with fixed=.*S\(1\)",
     ),
     "two names of one dimension": (
         {"[1].0": (0.5, 0.5, 0, 0), "in2.0": (0, 0, 0.5, 0.5)},
@@ -187,3 +187,5 @@ def test_shards_by_name_that_another_axis_cuts_again() -> None:
     asked.check(sizes)
     with pytest.raises(RatioError, match=r"the nearest that break none are \(0\.333333333, 0\.666666667\)"):
         FixedRatios(named={(x, 1, (0,), 0): np.array([0.3, 0.7])}).check(sizes)
+    with pytest.raises(RatioError, match=r"given for in0\.1@b, which .* does not cut so; .* fixed=.*'R,S\(1\)'"):
+        FixedRatios(named={(x, 1, (1,), 0): np.array([0.25, 0.75])}).check(sizes)
