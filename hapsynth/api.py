@@ -135,12 +135,13 @@ def synthesize(
     a device that has less keeps to what it has, with a `ClusterWarning`.
     `leave_out`: whether the plan may leave out devices that would make the step slower (`Plan.devices` are those that
     it uses, `Plan.mesh` is a mesh of them); none is left out where `fixed` or `ratios` say how things lie on them all.
-    `time_budget_s`: seconds, tracing included, after which the best plan so far is returned with its gap. `progress`:
-    called now and then with the stage, the best cost, the bound, the nodes and the seconds so far. `form`: "switch",
-    one compiled function that runs on any mesh, uneven shards padded in memory; "staged", functions that each process
-    compiles for its own shards of exact size, with collectives between them; "fused", one function that each process
-    compiles for its own shards of exact size, with the same collectives in all, which is compared before the first
-    call. For uneven shards among processes "auto" takes "fused", between CPUs "staged" where `overlap` gains a fifth.
+    `time_budget_s`: seconds, tracing included, after which the best plan so far is returned with its gap; the problem
+    of the first search is built whatever it takes, which on three mesh axes may be seconds. `progress`: called now and
+    then with the stage, the best cost, the bound, the nodes and the seconds so far. `form`: "switch", one compiled
+    function that runs on any mesh, uneven shards padded in memory; "staged", functions that each process compiles for
+    its own shards of exact size, with collectives between them; "fused", one function that each process compiles for
+    its own shards of exact size, with the same collectives in all, which is compared before the first call. For uneven
+    shards among processes "auto" takes "fused", between CPUs "staged" where `overlap` gains a fifth.
     A plan for these two, or for a mesh of several processes, keeps each device within its own memory, of exact shards;
     any other keeps the smallest device, of shards padded to the largest.
     `lowering`: the thresholds (`hapsynth.LoweringOptions`) by which collectives go together and stages are padded; the

@@ -308,7 +308,8 @@ class _SubsetSearch:
         whole, budget = self.whole, self.task.options.time_budget_s
         # Before all devices are planned for in earnest, as a better plan on some of them makes that short.
         self._glance = glance = self._attempt(whole.glance)
-        all_first = len(whole.task.costs.axes) > 1 and self._attempt(self._devices_on_one_axis, 0) == self.cluster.n
+        several_axes = len(whole.task.costs.axes) > 1 and not self._late()
+        all_first = several_axes and self._attempt(self._devices_on_one_axis, 0) == self.cluster.n
         if all_first:
             self._attempt(whole.explore)
         if budget is not None:

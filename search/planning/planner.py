@@ -405,7 +405,7 @@ class Planner:
         for repeated in range(_ROUNDS):
             if best.bound is not None and best.cost - best.bound <= self._tolerance * best.cost:
                 return best, best.bound
-            if repeated and self.clock.late():
+            if self.clock.no_time() or (repeated and self.clock.late()):
                 return best, best.bound
             known = self._own.ratios if self._own else None
             ratios, found = self._own_ratios(best.sizes), best

@@ -21,6 +21,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 NONE: Id = -1
 """No array: nothing to add, a table of zeros, a mask that keeps everything."""
+_LARGE = 4096
+"""Bytes: the content of what takes more is not kept a second time, to find it by."""
 Side = tuple[Id, Id]
 """One end of a link: (groups of a variable's states, table with a row for each)."""
 
@@ -67,15 +69,21 @@ class InternedTables:
         self._compared_entries = compared_entries
         self.arrays: list[np.ndarray] = []
         self.nbytes = 0
-        self._ids: dict[tuple[str, tuple[int, ...], bytes], Id] = {}
+        self._ids: dict[tuple[str, tuple[int, ...], bytes | int], tuple[Id, ...]] = {}
+        """Of the arrays with some content or, for large ones, with its hash."""
 
     def id(self, array: np.ndarray) -> Id:
-        key = (array.dtype.char, array.shape, array.tobytes())
-        found = self._ids.get(key)
-        if found is None:
-            found = self._ids[key] = len(self.arrays)
-            self.arrays.append(np.ascontiguousarray(array))
-            self.nbytes += 2 * array.nbytes  # the array and its key
+        content = array.tobytes()
+        large = len(content) > _LARGE
+        key = (array.dtype.char, array.shape, hash(content) if large else content)
+        alike = self._ids.get(key, ())
+        for found in alike:
+            if not large or np.array_equal(self.arrays[found], array):
+                return found
+        found = len(self.arrays)
+        self._ids[key] = (*alike, found)
+        self.arrays.append(np.ascontiguousarray(array))
+        self.nbytes += array.nbytes
         return found
 
     @Memoized

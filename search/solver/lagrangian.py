@@ -37,7 +37,7 @@ def priced(hunt: PrimalDualSearch, network: ReducedProblem) -> Floats:
     best, multipliers, trial = -np.inf, np.zeros(limits.size), np.zeros(limits.size)
     for _ in range(options.price_rounds):
         found, bound = relaxed.least(trial, seen[-options.mixed :])
-        if hunt.proved(bound if ties is None else -np.inf) or found is None or run.late():
+        if hunt.proved(bound if ties is None else -np.inf) or found is None or run.late() or run.full(network):
             break
         if bound > best:
             best, multipliers = bound, trial

@@ -33,7 +33,8 @@ from hapsynth.search.solver.warm_start import Messages, recall, remember
 
 _FLOAT_SAFETY = 1e-12  # relative; the dual and the searches add a few thousand terms in float64
 _NODE_BYTES = 500  # of one in A*'s lists
-_CELL_BYTES = 20  # of one in an elimination's tables
+_CELL_BYTES = 20  # of one in an elimination's tables, with what it is made of
+_ENTRY_BYTES = 8
 
 
 @dataclass
@@ -72,6 +73,10 @@ class SolveContext:
         """Out of time, or done: with an assignment that costs no more than was asked for."""
         return self.found or self.seconds_left() <= 0
 
+    def full(self, network: ReducedProblem) -> bool:
+        """Whether what reductions have made of a network, and of copies of it, takes all the memory that there is."""
+        return network.tables.nbytes > self.memory_bytes
+
     def report(self, stage: str, hunt: "PrimalDualSearch", network: ReducedProblem) -> None:
         if self.progress is not None:
             while hunt.main is not None:
@@ -104,6 +109,12 @@ def _counts(floors: dict[int, Floats], highest: float) -> Callable[[int], int]:
     """How many states of a variable have floors up to `highest`: one at least."""
     known = {i: max(1, int(np.count_nonzero(row <= highest))) for i, row in floors.items()}
     return known.__getitem__
+
+
+def _pairs(network: ReducedProblem) -> float:
+    """Pairs of states of neighbours."""
+    count = network.count
+    return math.fsum(float(count(i)) * count(j) for i in network.active() for j in network.links[i] if i < j)
 
 
 def _most(count: int, possible: Callable[[int], bool]) -> int:
@@ -227,7 +238,7 @@ class PrimalDualSearch:
                 relaxed = True
                 if relax(network, _charges(network, multipliers), self.run.seconds_left()):
                     continue
-            if self._searched(network, multipliers, searches[level]):
+            if self.run.full(network) or self._searched(network, multipliers, searches[level]):
                 return
             if self.run.late() or self.run.expanded >= self.run.max_nodes:
                 return
@@ -247,7 +258,10 @@ class PrimalDualSearch:
         return network.size() <= options.relaxed_cells and cells(network) <= options.relaxed_cells
 
     def _searched(self, network: ReducedProblem, multipliers: Floats, nodes: int) -> bool:
-        """Searches the network once, by a cost to go as exact as there is room for; says whether that settles it."""
+        """Searches the network once, by a cost to go as exact as there is room for; says whether that settles it. Not
+        where two variables have so many states that there is no room for those of a pair."""
+        if _pairs(network) > self.run.memory_bytes / 4 / _ENTRY_BYTES:
+            return False
         order = buckets(network)
         every = {i: np.arange(network.count(i)) for i in network.active()}
         most = math.inf if order.cells(network.count) <= self._room else self._room / len(every)

@@ -320,7 +320,7 @@ class ReducedProblem:
     def _worth_joining(self, i: int, first: Link, second: Link) -> bool:
         """Whether the table is small enough that eliminating variable i would create between its neighbours."""
         (r1, c1), (r2, c2) = (self.tables.arrays[link.table].shape for link in (first, second))
-        if self.tables.nbytes + 16 * c1 * c2 > self.table_bytes:
+        if self.tables.nbytes + 8 * c1 * c2 > self.table_bytes:
             return False
         work = c1 * c2 * min(self.count(i), r1 * r2)
         return c1 * c2 <= self.options.joined_entries and work <= self.options.joining_work

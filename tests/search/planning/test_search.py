@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import count, product
 from typing import NamedTuple
@@ -28,7 +29,10 @@ from hapsynth.search.formulation.conversions import LayoutSet
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.memory.profile import peak
+from hapsynth.search.planning import effort
 from hapsynth.search.planning.baselines import Baselines
+from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.effort import Clock
 from hapsynth.search.planning.planner import InfeasibleError, Planner
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.sizing.ratios import Ratios, proportional
@@ -305,6 +309,18 @@ def test_same_input_same_program():
 def test_time_budget_returns_the_best_so_far():
     result = Planner(Task(mlp(), cluster([2.0, 1.0]), PlanningOptions(time_budget_s=1e-9))).run()
     assert 0 <= result.lower_bound_s <= result.cost_s
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_second_problem_is_built_in_no_time(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several axes building one takes seconds, not the 50 ms in which whatever is begun may end."""
+    built: list[float] = []
+    monkeypatch.setattr(effort, "_LEAST_S", 0.0)
+    monkeypatch.setattr(Clock, "built", lambda clock, began: built.append(began))
+    grid = replace(cluster([2.0, 1.0, 1.0, 1.0]), axes=(("a", 2), ("b", 2)))
+    result = ClusterPlanner(Task(mlp(), grid, PlanningOptions(time_budget_s=1e-9, overlap=overlap))).run()
+    assert 0 <= result.lower_bound_s <= result.cost_s
+    assert len(built) == 1
 
 
 def test_a_bound_is_of_programs_that_its_sizes_allow() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pairwise_problems import TrainingLike, brute_force, knotted_problem, random_problem
 
-from hapsynth.search.solver import Problem, SolverOptions
+from hapsynth.search.solver import Problem, SolverOptions, interning
 from hapsynth.search.solver.astar import astar
 from hapsynth.search.solver.bucket_elimination import bucket_space, buckets
 from hapsynth.search.solver.interning import NONE, InternedTables
@@ -90,6 +90,14 @@ def test_a_state_is_dropped_only_for_one_that_is_never_dearer():
             dropped += 1
             assert any((cost[t] <= cost[s]).all() and usage[0, t] <= usage[0, s] for t in np.flatnonzero(keep))
     assert dropped > 300
+
+
+def test_large_arrays_of_one_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interning, "hash", lambda content: 0, raising=False)
+    store = InternedTables()
+    arrays = [np.full(1000, float(k)) for k in range(3)]
+    assert [store.id(a) for a in (*arrays, *arrays)] == [0, 1, 2] * 2
+    assert store.nbytes == 3 * 8000
 
 
 def test_identical_layers_are_worked_on_once():
