@@ -49,6 +49,8 @@ def save_state(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
     """Write an argument as its plan keeps it; see `Plan.save_state`. `chunk_bytes`: the most of a piece."""
+    if not os.fspath(path):
+        raise CheckpointError("the path of the state is empty; give a folder")
     held = {position: stored for position, _, _, stored in arguments.held(lowered, state, arg)}
     leaves: list[Leaf | Static] = []
     holders: list[Holders] = []

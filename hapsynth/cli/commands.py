@@ -82,8 +82,12 @@ def run_command(options: argparse.Namespace) -> int:
         return _fail(name, "failed", error, FAILED)
     except _MISUSES as error:
         return _fail(name, "error", error, MISUSED)
+    except FileNotFoundError as error:
+        # Files report their own errors; without a name it is the folder that this process is in.
+        missing = error.filename or "the working directory"
+        return _fail(name, "error", UsageError(f"{missing}: {error.strerror}"), MISUSED)
     except OSError as error:
-        # Files report their own errors, so this is standard output, which is full. Nothing more is to be written there,
+        # So this is standard output, which is full. Nothing more is to be written there,
         # not by Python at exit either.
         with suppress(OSError, ValueError):
             discard_stdout()

@@ -51,7 +51,7 @@ class Outputs:
         if not path.parent.is_dir():
             raise UsageError(f"{option} {name}: the folder {path.parent} does not exist")
         try:
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}.")
         except OSError as error:
             raise UsageError(f"{option} {name}: can't be written: {error.strerror}") from None
         os.close(handle)

@@ -59,8 +59,16 @@ def write_object(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a file that is there whole or not at all; OSError where that cannot be done."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        _put_in_place(Path(path), text)
+    except OSError as error:
+        # Of the file asked for, not of the one that is to take its name.
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def _put_in_place(target: Path, text: str) -> None:
+    # What a name may be long is used up by some.
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:32]}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)

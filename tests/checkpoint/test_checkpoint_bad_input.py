@@ -248,6 +248,8 @@ def test_a_path_that_is_a_file(plan: Plan, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"{path}: cannot be written: {text}"):
             plan.save_state(tmp_path / path, state)
     assert (tmp_path / "file").read_text() == "text"
+    with pytest.raises(CheckpointError, match="the path of the state is empty"):
+        plan.save_state("", state)
 
 
 def test_a_state_that_is_not_the_plans(plan: Plan, saved: Path) -> None:

@@ -1,6 +1,7 @@
 """The command line on bad input: exit status 2, one clear line, nothing written."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,17 @@ def test_unwritable_outputs_are_found_first(
 def test_options_that_exclude_each_other(command: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [command, "model.py", "--cluster", "mixed.toml", "--joint-gap", "3%", "--overlap"]
     refused(argv, "joint_gap is given with overlap, .*; leave one of them out", files, capsys)
+
+
+def test_a_working_directory_that_is_gone(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (gone := files / "gone").mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    argv = ["search", str(files / "model.py"), "--cluster", str(files / "mixed.toml"), "--plan", "p.json"]
+    try:
+        refused(argv, "the working directory: No such file or directory", files, capsys)
+    finally:
+        os.chdir(files)
 
 
 def test_two_outputs_in_one_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,6 +182,17 @@ def test_ctrl_c_once_the_file_has_its_name(plan: Plan, tmp_path: Path, monkeypat
     assert load(file, step, step_args()).cost == plan.cost
 
 
+def test_errors_name_the_file_and_long_names_are_written(plan: Plan, tmp_path: Path) -> None:
+    (folder := tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        plan.save(folder)
+    assert caught.value.filename == str(folder)
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / "no" / "plan.json"))):
+        plan.save(tmp_path / "no" / "plan.json")
+    plan.save(long := tmp_path / ("n" * 250))
+    assert load(long, step, step_args()).cost == plan.cost
+
+
 def test_files_that_are_no_plans(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     with pytest.raises(PlanError, match="cannot be read"):
