@@ -40,6 +40,11 @@ class Clock:
         """Seconds for what is begun now, of a `part` of what is left; None without a budget."""
         return None if self._deadline is None else max(_LEAST_S, self.left()) * part
 
+    def share(self, part: float) -> float | None:
+        """Seconds for a problem that was built: as `allotted`, or as many as that took, where they are left."""
+        share = self.allotted(part)
+        return None if share is None else max(share, min(self.left(), self._build_s))
+
     def late(self) -> bool:
         """Whether nothing more is to be begun."""
         return self.interrupted or self.no_time()

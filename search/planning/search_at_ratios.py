@@ -313,7 +313,7 @@ class FixedRatioSearch:
 
     def _share(self) -> float | None:
         """Seconds for one search; until there is a program that fits, enough is left to try from elsewhere."""
-        return self.clock.allotted(_SHARE if self.incumbent.best is None else 1.0)
+        return self.clock.share(_SHARE if self.incumbent.best is None else 1.0)
 
     # Memory
 

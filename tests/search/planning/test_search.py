@@ -323,6 +323,15 @@ def test_no_second_problem_is_built_in_no_time(overlap: bool, monkeypatch: pytes
     assert len(built) == 1
 
 
+def test_a_search_has_as_long_as_its_problem_took_to_build() -> None:
+    """Where a fourth of what is left is less: a search that ends in its reductions has found nothing."""
+    for built, left, share in ((4.0, 10.0, 4.0), (1.0, 10.0, 2.5), (4.0, 3.0, 3.0)):
+        clock = Clock(left)
+        clock.built(clock.began - built)
+        assert clock.share(0.25) == pytest.approx(share, rel=0.01)
+    assert Clock().share(0.25) is None
+
+
 def test_a_bound_is_of_programs_that_its_sizes_allow() -> None:
     """What a plan cuts in rows of seven no program at its sizes cuts otherwise; before, such were compared."""
     fn = lambda w, x: jnp.tanh(x).reshape(256, 7 * 512) @ w
