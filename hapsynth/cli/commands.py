@@ -83,12 +83,12 @@ def run_command(options: argparse.Namespace) -> int:
     except _MISUSES as error:
         return _fail(name, "error", error, MISUSED)
     except FileNotFoundError as error:
-        # Files report their own errors; without a name it is the folder that this process is in.
+        # Output files report their own errors; an error without a name is about the working directory.
         missing = error.filename or "the working directory"
         return _fail(name, "error", UsageError(f"{missing}: {error.strerror}"), MISUSED)
     except OSError as error:
-        # So this is standard output, which is full. Nothing more is to be written there,
-        # not by Python at exit either.
+        # What is left is standard output, which is full. Nothing more is to be written there, not by Python at exit
+        # either.
         with suppress(OSError, ValueError):
             discard_stdout()
         return _fail(name, "standard output", error, MISUSED)

@@ -62,12 +62,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     try:
         _put_in_place(Path(path), text)
     except OSError as error:
-        # Of the file asked for, not of the one that is to take its name.
+        # Name the file that was asked for, not the temporary one.
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
 def _put_in_place(target: Path, text: str) -> None:
-    # What a name may be long is used up by some.
+    # The name asked for may be as long as a name can be.
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:32]}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -79,7 +79,7 @@ def _put_in_place(target: Path, text: str) -> None:
         os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, target)
     except BaseException:
-        # Ctrl-C may come when it has its name already.
+        # Ctrl-C may come after the renaming.
         Path(temporary).unlink(missing_ok=True)
         raise
 

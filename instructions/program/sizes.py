@@ -89,7 +89,7 @@ def cut_name(dim: int, way: int) -> str:
 
 
 def node_name(graph: Graph, node: Node, axes: Sequence[tuple[str, int]]) -> str:
-    """Of a dimension that some of the mesh axes cut, as in `Plan.ratios`."""
+    """The name of a dimension that some of the mesh axes cut, as in `Plan.ratios`."""
     value, dim, cut, way = node
     along = "@" + ",".join(axes[a][0] for a in cut) if len(axes) > 1 else ""
     return f"{graph.values[value].name}{cut_name(dim, way)}{along}"

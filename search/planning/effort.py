@@ -41,7 +41,7 @@ class Clock:
         return None if self._deadline is None else max(_LEAST_S, self.left()) * part
 
     def share(self, part: float) -> float | None:
-        """Seconds for a problem that was built: as `allotted`, or as many as that took, where they are left."""
+        """As `allotted`, for solving a problem; at least the seconds that building it took, where as many are left."""
         share = self.allotted(part)
         return None if share is None else max(share, min(self.left(), self._build_s))
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 NONE: Id = -1
 """No array: nothing to add, a table of zeros, a mask that keeps everything."""
 _LARGE = 4096
-"""Bytes: the content of what takes more is not kept a second time, to find it by."""
+"""Bytes: larger arrays are found by a hash of their content, so that the content is kept once."""
 Side = tuple[Id, Id]
 """One end of a link: (groups of a variable's states, table with a row for each)."""
 
@@ -70,7 +70,7 @@ class InternedTables:
         self.arrays: list[np.ndarray] = []
         self.nbytes = 0
         self._ids: dict[tuple[str, tuple[int, ...], bytes | int], tuple[Id, ...]] = {}
-        """Of the arrays with some content or, for large ones, with its hash."""
+        """By dtype, shape and content or, of large ones, the content's hash."""
 
     def id(self, array: np.ndarray) -> Id:
         content = array.tobytes()

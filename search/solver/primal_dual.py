@@ -74,7 +74,7 @@ class SolveContext:
         return self.found or self.seconds_left() <= 0
 
     def full(self, network: ReducedProblem) -> bool:
-        """Whether what reductions have made of a network, and of copies of it, takes all the memory that there is."""
+        """Whether the tables of a network and of its copies, which share them, take all the memory that there is."""
         return network.tables.nbytes > self.memory_bytes
 
     def report(self, stage: str, hunt: "PrimalDualSearch", network: ReducedProblem) -> None:
@@ -112,7 +112,7 @@ def _counts(floors: dict[int, Floats], highest: float) -> Callable[[int], int]:
 
 
 def _pairs(network: ReducedProblem) -> float:
-    """Pairs of states of neighbours."""
+    """The number of pairs of states that neighbours may take."""
     count = network.count
     return math.fsum(float(count(i)) * count(j) for i in network.active() for j in network.links[i] if i < j)
 
@@ -258,8 +258,8 @@ class PrimalDualSearch:
         return network.size() <= options.relaxed_cells and cells(network) <= options.relaxed_cells
 
     def _searched(self, network: ReducedProblem, multipliers: Floats, nodes: int) -> bool:
-        """Searches the network once, by a cost to go as exact as there is room for; says whether that settles it. Not
-        where two variables have so many states that there is no room for those of a pair."""
+        """Searches the network once, by a cost to go as exact as there is room for; says whether that settles it. It is
+        not searched where there is no room for the pairs of states of neighbours."""
         if _pairs(network) > self.run.memory_bytes / 4 / _ENTRY_BYTES:
             return False
         order = buckets(network)

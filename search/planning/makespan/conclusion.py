@@ -19,7 +19,7 @@ _FIRST_ROUNDS = 2
 _ROUNDS = 2
 """More, at the ratios of the search by sums."""
 _TURNS = 5
-"""Of going on at the ratios that say the least of what is there."""
+"""Of a search at several ratios: each goes on at those with the least bound."""
 _SEARCHING = 0.8
 """Of a time budget: programs and bounds are sought in it; in the rest the best are scheduled again."""
 

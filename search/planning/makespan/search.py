@@ -46,9 +46,9 @@ from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints
 
 _MORE_ROUNDS = 4
-"""Where that was not so good, and yet the bound allows better ones."""
+"""Of weights, after a first look that found nothing so good, though its bound allows better programs."""
 _ROUNDS_AGAIN = 3
-"""At the ratios that each turn goes on with: rounds at near weights."""
+"""Of near weights, at ratios that a turn goes on with."""
 _ROUNDS_OF_BOUND, _STATES_OF_BOUND = (16, 128), 3_000_000
 """In the end, for the bound alone: as many rounds as come to so many states of their problems, within these."""
 _LEAST_RISE = 0.08
