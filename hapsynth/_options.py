@@ -154,7 +154,10 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
         except (AttributeError, ValueError):
             raise ValueError(why) from None
         partial = any(p.is_partial or p.way or p.dim >= len(value.shape) for p in layout)
-        if len(layout) != axes or partial:
+        if len(layout) != axes:
+            longer = f"{axes} {'is' if axes == 1 else 'are'} longer than 1"
+            raise ValueError(f"{why}; {len(layout)} are given for the mesh axes, of which {longer}")
+        if partial:
             raise ValueError(why)
         if not is_consistent(layout):
             again = f", or S(<dim>)/1 for the axis that cuts a dimension again, e.g. {_cut_by_two(axes)}"

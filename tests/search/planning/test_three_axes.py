@@ -240,6 +240,9 @@ def test_a_fixed_layout_is_along_the_axes_longer_than_one() -> None:
     with pytest.raises(ValueError, match=r"for each of the 2 mesh axes longer than 1, e\.g\. S\(0\),R"):
         hapsynth.synthesize(lambda x: x * 2, (x,), cluster, fixed={"[0]": "S(0),R,S(1)"})
     assert hapsynth.synthesize(lambda x: x * 2, (x,), cluster, fixed={"[0]": "S(0),S(1)"}).layouts["[0]"] == "S(0),S(1)"
+    flat = on(thin_cluster((1.0,) * 2), (("one", 1), ("tensor", 2)))[1]
+    with pytest.raises(ValueError, match=r"S\(<dim>\); 2 are given for the mesh axes, of which 1 is longer than 1"):
+        hapsynth.synthesize(lambda x: x * 2, (x,), flat, fixed={"[0]": "R,S(0)"})
 
 
 def test_shards_that_do_not_nest_are_refused() -> None:
