@@ -1,4 +1,5 @@
-"""Options of `synthesize`, checked before any work; `ratios` parsed: fractions for all or some dimension classes."""
+"""Options of `synthesize` and of what adapts plans, checked before any work; `ratios` parsed: fractions for all or some
+dimension classes."""
 
 from __future__ import annotations
 
@@ -147,7 +148,7 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
         if path not in arguments:
             raise ValueError(f"fixed names {what} {path!r}, but the {what}s are {', '.join(arguments)}")
         value = arguments[path]
-        each = f" for each of the {axes} mesh axes longer than 1, e.g. {_cut_by_one(axes)}" if axes > 1 else ""
+        each = f" for each of the {axes} mesh axes longer than 1, e.g. {_cut_by((0,), axes)}" if axes > 1 else ""
         why = f"fixed asks for {text!r} of {path}, whose shape is {value.shape}; expected R or S(<dim>){each}"
         try:
             layout = parse_layout(text)
@@ -160,8 +161,9 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
         if partial:
             raise ValueError(why)
         if not is_consistent(layout):
-            again = f", or S(<dim>)/1 for the axis that cuts a dimension again, e.g. {_cut_by_two(axes)}"
-            raise ValueError(why + (again if axes > 1 else ""))
+            if axes > 1:
+                why += f", or S(<dim>)/1 for the axis that cuts a dimension again, e.g. {_cut_by((0, 1), axes)}"
+            raise ValueError(why)
         for dim, by, _ in cuts_of(layout):
             if by not in (known := orders(tuple(sorted(by)), axes)):
                 others = ", ".join(format_layout(cut_alone((dim, order, 0), axes)) for order in known)
@@ -176,14 +178,9 @@ def layouts_of(arguments: Mapping[str, Value], fixed: Mapping[str, str], axes: i
     return stored
 
 
-def _cut_by_one(axes: int) -> str:
-    """A layout whose first dimension the first axis cuts."""
-    return format_layout(cut_alone((0, (0,), 0), axes))
-
-
-def _cut_by_two(axes: int) -> str:
-    """A layout whose first dimension the first two axes cut."""
-    return format_layout(cut_alone((0, orders((0, 1), axes)[-1], 0), axes))
+def _cut_by(by: tuple[int, ...], axes: int) -> str:
+    """A layout whose first dimension some of the axes cut."""
+    return format_layout(cut_alone((0, orders(by, axes)[-1], 0), axes))
 
 
 Ratios = Sequence[float] | Mapping[str, Sequence[float]]

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 import hapsynth
 from hapsynth import _jax, checkpoint
+from hapsynth._files import write_text
 from hapsynth.adapting.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.adapting.reshape import Buckets, for_shapes
 from hapsynth.export import in_shardings, out_shardings, source_of
@@ -22,7 +23,7 @@ from hapsynth.running.check import CheckReport, check_plan
 from hapsynth.running.debug_nans import raise_strange, strange_results
 from hapsynth.running.drift import DriftReport, copied_along, leaf_drift, resynced
 from hapsynth.running.form import Form
-from hapsynth.running.plan_file import PlanError, read_plan, write_plan, write_text
+from hapsynth.running.plan_file import PlanError, read_plan, write_plan
 from hapsynth.running.process_local_data import ProcessLocalLoader
 from hapsynth.running.sharded_array import mapped, whole
 from hapsynth.targets import CompiledTarget, compile_for

@@ -102,6 +102,11 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"'S\(2\)' of \[1\], whose shape is \(24, 8\)",
     ),
+    "fixed of two axes": (
+        lambda: planned(fixed={"[1]": "S(0)/1"}),
+        ValueError,
+        r"'S\(0\)/1' of \[1\], .* expected R or S",
+    ),
     "fixed nonsense": (lambda: planned(fixed={"[1]": 0}), ValueError, r"fixed asks for 0 of \[1\], .* expected R or S"),
     "fixed empty": (
         lambda: planned(np.zeros((0, 3)), fn=jnp.sin, fixed={"[0]": "S(0)"}),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hapsynth._errors import UsageError
+from hapsynth._files import mode_of_new_files, temporary_beside
 from hapsynth.cli.options import STDOUT
 from hapsynth.report.tables import discard_stdout
 
@@ -51,11 +52,11 @@ class Outputs:
         if not path.parent.is_dir():
             raise UsageError(f"{option} {name}: the folder {path.parent} does not exist")
         try:
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}.")
+            handle, temporary = temporary_beside(path)
         except OSError as error:
             raise UsageError(f"{option} {name}: can't be written: {error.strerror}") from None
         os.close(handle)
-        self._temporary[name] = Path(temporary)
+        self._temporary[name] = temporary
 
     def write(self, name: str | None, save: Callable[[Path], object]) -> None:
         """Let `save` write the file `name`, claimed before, and put it in its place. UsageError where it can't."""
@@ -106,8 +107,4 @@ def _write_through(path: Path, save: Callable[[Path], object]) -> None:
 
 
 def _mode(path: Path) -> int:
-    if path.exists():
-        return stat.S_IMODE(path.stat().st_mode)
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
+    return stat.S_IMODE(path.stat().st_mode) if path.exists() else mode_of_new_files()

@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from hapsynth import _jax
+from hapsynth._files import write_text
 from hapsynth._gc import gc_paused
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced
@@ -38,7 +39,6 @@ from hapsynth.running.plan_file import (
     plan_from_dict,
     plan_to_dict,
     read_number,
-    write_text,
 )
 from hapsynth.search.result import Result
 

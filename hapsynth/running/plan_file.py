@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, cast, get_args
 
 import jax
 
+from hapsynth._files import write_text
 from hapsynth.cluster.cluster import Cluster, ClusterError
 from hapsynth.graph.ir import Rematerialized
 from hapsynth.graph.rematerialize import recomputed
@@ -55,33 +55,6 @@ def write_plan(path: str | os.PathLike[str], traced: Traced, result: Result, clu
 def write_object(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
     """Write JSON; the file is there whole or not at all."""
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file that is there whole or not at all; OSError where that cannot be done."""
-    try:
-        _put_in_place(Path(path), text)
-    except OSError as error:
-        # Name the file that was asked for, not the temporary one.
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-
-
-def _put_in_place(target: Path, text: str) -> None:
-    # The name asked for may be as long as a name can be.
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:32]}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, target)
-    except BaseException:
-        # Ctrl-C may come after the renaming.
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def function_to_dict(traced: Traced) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class MakespanSearch:
         # Within limits a search has variables besides, which count what is held.
         begin = begin[: len(self.structure.choices)]
         first = search.maker.chosen(self.builder, begin)
-        tasks = undominated_tasks(first, self.costs)
+        tasks = _undominated_tasks(first, self.costs)
         self._chain_costs = ChainCosts(self.builder, self.space, first_devices(self.costs))
         self.chains: list[Chain] = list(like.chains if like else self.space.alone)
         self.seen: list[Seen] = []
@@ -148,7 +148,7 @@ class MakespanSearch:
         """Whether rounds are at near weights (the level method), for the bound."""
         self._schedule(self._see(begin), first, tasks)
         if known is not None:
-            self._schedule(self.seen[0], known, undominated_tasks(known, self.costs))
+            self._schedule(self.seen[0], known, _undominated_tasks(known, self.costs))
         for other in like.seen if like else ():
             if not self._is_known(other.choices):
                 self._see(other.choices)
@@ -334,7 +334,7 @@ class MakespanSearch:
         seen = self._see(choices)
         if self.best is None or self.longest_chain(seen) < self.best.makespan_s:
             candidate = self.search.maker.chosen(self.builder, choices)
-            self._schedule(seen, candidate, undominated_tasks(candidate, self.costs))
+            self._schedule(seen, candidate, _undominated_tasks(candidate, self.costs))
         return True
 
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
@@ -459,5 +459,5 @@ class MakespanSearch:
             self._look(choices)
 
 
-def undominated_tasks(candidate: Candidate, costs: CostModel) -> TaskGraph:
+def _undominated_tasks(candidate: Candidate, costs: CostModel) -> TaskGraph:
     return tasks_of(candidate.program, candidate.sizes, costs, dominated=False)

@@ -312,7 +312,7 @@ def test_time_budget_returns_the_best_so_far():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_no_second_problem_is_built_in_no_time(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_second_problem_is_built_without_time_left(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On several axes building one takes seconds, not the 50 ms in which whatever is begun may end."""
     built: list[float] = []
     monkeypatch.setattr(effort, "_LEAST_S", 0.0)

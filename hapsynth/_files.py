@@ -1,0 +1,47 @@
+"""Files that are there whole or not at all: written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+_PREFIX = 32
+"""Characters of the name in the temporary one, which has eight more: a name may be as long as names can be."""
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file that is there whole or not at all; OSError where that cannot be done."""
+    try:
+        _write_and_rename(Path(path), text)
+    except OSError as error:
+        # Name the file that was asked for, not the temporary one.
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def _write_and_rename(target: Path, text: str) -> None:
+    handle, temporary = temporary_beside(target)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, mode_of_new_files())
+        os.replace(temporary, target)
+    except BaseException:
+        # Ctrl-C may come after the renaming.
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def temporary_beside(target: Path) -> tuple[int, Path]:
+    """A new hidden file in the folder of a file, to be renamed to it: its descriptor, open, and its path."""
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:_PREFIX]}.")
+    return handle, Path(name)
+
+
+def mode_of_new_files() -> int:
+    """The permissions that the process's umask leaves to a new file: `mkstemp` gives fewer."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
