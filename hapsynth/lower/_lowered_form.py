@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -118,6 +120,16 @@ class LoweredProgram(ABC):
         """Whether XLA's CPU backend is to run ready ops while a collective blocks. Under its memory-optimized scheduler
         ops reuse the buffers of collectives, and wait for them."""
         return self.scheduled and self.gloo is not None and _jax.cpu_threads() > 1
+
+    def catch_up(self, arrays: Sequence[Any]) -> None:
+        """Wait until several CPU devices have made `arrays`: no program is launched on them far ahead of what runs.
+
+        They share a pool of threads, and each has up to 32 computations in flight; whoever launches one more keeps a
+        thread until one ends, and none may be left to run it: 400 calls of a plain `jax.jit` with an all-gather on four
+        devices of two cores hang.
+        """
+        if self.local.platform == "cpu" and len(self.mesh.local_devices) > 1:
+            jax.block_until_ready([x for x in arrays if not x.is_deleted()])
 
     @abstractmethod
     def prepare(self) -> str:

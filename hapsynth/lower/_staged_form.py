@@ -526,13 +526,16 @@ class Run:
         arrived = [parts(x) for one in stage.arrives for x in self.take(one)]
         devices = len(staged.mesh.local_devices)
         left: list[list[Any]] = [[None] * devices for _ in staged.wires_of(stage.leaves)]
+        results: list[Any] = []
         for env, group, run in zip(self.envs, self.staged.groups, self.staged.compiled[stage], strict=True):
             arrays = [group.join([x[n] for n in group.numbers]) for x in arrived]
             made = run(*arrays, *(env[p] for p in stage.reads))
+            results += made
             env.update(zip(stage.writes, made))
             for wire, x in zip(left, made[len(stage.writes) :], strict=True):
                 for n, part in zip(group.numbers, group.split(x), strict=True):
                     wire[n] = part
+        staged.catch_up(results)
         wires = iter(left)
         for one in stage.leaves:
             self.leaving[one] = []

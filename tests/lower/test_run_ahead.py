@@ -1,0 +1,42 @@
+"""Calls of which nobody reads the results: XLA's CPU devices share few threads, and must not be given more than they
+can run."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+CALLS = """
+    import sys
+    import jax, jax.numpy as jnp, numpy as np
+    import hapsynth
+    from slow_devices import first_devices, thin_cluster
+
+    jax.config.update("jax_num_cpu_devices", 8)
+
+    def step(w, x):
+        value, grads = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2))(w)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, w, grads), value
+
+    draw = lambda *shape: np.random.default_rng(0).normal(size=shape).astype(np.float32) / 8
+    w, x = {"a": draw(32, 64), "b": draw(64, 16)}, draw(64, 32)
+    cluster = thin_cluster((3.0,) * 4 + (1.0,) * 4)
+    plan = hapsynth.synthesize(step, (w, x), first_devices(8), cluster=cluster, leave_out=False, form=sys.argv[1])
+    state, batch = plan.shard(w, x)
+    for _ in range(400):
+        state, value = plan(state, batch)
+    print(float(value))
+"""
+
+
+@pytest.mark.parametrize("form", ["switch", "staged"])
+def test_hundreds_of_calls_without_a_look_at_the_results(form: str) -> None:
+    """In a process of its own: what hangs in XLA can't be ended. 600 calls hung in switch form."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    command = [sys.executable, "-c", textwrap.dedent(CALLS), form]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert 0 < float(run.stdout) < 1
