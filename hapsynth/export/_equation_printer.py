@@ -32,7 +32,7 @@ _SAME = {"add_any": "add"}
 """Primitives that are others but for differentiation."""
 
 _UNSEEN = ("weak_type", "update_jaxpr", "update_consts", "linear")
-"""Parameters that follow from the primitive, or from the operands."""
+"""Parameters that follow from the primitive, or from the operands (`found` refuses the one that has a function)."""
 
 Params = dict[str, Any]
 Printer = Callable[[Sequence[str]], str]
@@ -201,6 +201,12 @@ class Ops:
     def found(self, eqn: Any, literals: Sequence[str], source: str) -> tuple[Printer, bool]:
         """The writer of an equation, and whether its literals need their dtypes."""
         why = ""
+        where = f" ({source})" if source else ""
+        if eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None:
+            raise UnwritableError(
+                f"scatter{where} applies a function to what lies there, which has no text; write it as a value, "
+                "x.at[i].set(f(x[i]))"
+            )
         names = [f"x{eqn.invars.index(a)}" if not _jax.is_literal(a) else "" for a in eqn.invars]
         # Of numbers alone Python would make a number.
         ways = (False, True) if any(literals) and not all(literals) else (all(literals),)
@@ -213,7 +219,6 @@ class Ops:
                     why = f": {error}"
                 except Exception as error:  # a guess that JAX refuses
                     why = why or f": {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
-        where = f" ({source})" if source else ""
         raise UnwritableError(f"{eqn.primitive.name}{where} cannot be written as source{why}")
 
     def right(self, expression: str, eqn: Any, names: Sequence[str]) -> bool:

@@ -33,7 +33,8 @@ class Writer:
     def line(self, written: str, comment: str = "") -> None:
         self.lines += _wrapped("    " * self.depth + written)
         if comment:
-            self.lines[-1] += f"  # {comment}"
+            # Names are the user's, and may have line breaks.
+            self.lines[-1] += f"  # {' '.join(comment.splitlines())}"
 
     def table(self, value: Any, wanted: str = "TABLE") -> str:
         """The name of an array that does not depend on the arguments."""

@@ -125,6 +125,10 @@ def array(value: np.ndarray) -> str:
     """A small array, element by element."""
     if value.ndim == 0:
         return scalar(value, value.dtype)
+    if np.issubdtype(value.dtype, np.complexfloating):
+        # Python's own text of them has no infinities, and no zeros below zero.
+        written = f"[{', '.join(map(plain_scalar, value.ravel()))}]"
+        return f"np.array({written}, {dtype(value.dtype)}).reshape({value.shape})"
     listed = np.asarray(value, np.float64).tolist() if value.dtype.name not in _NUMPY else value.tolist()
     written = repr(listed).replace("nan", "np.nan").replace("inf", "np.inf")
     return (

@@ -25,7 +25,7 @@ from hapsynth.running.base import Planned
 from hapsynth.running.form import only_exact
 
 _MARK = "# ---- copied from here on\n"
-_HEAD = '''"""A program that hapsynth planned for the cluster {cluster!r}, on {sizes}. It needs nothing but JAX.
+_HEAD = '''"""A program that hapsynth planned for the cluster '{cluster}', on {sizes}. It needs nothing but JAX.
 
 To run it, here as a training step:
 
@@ -95,8 +95,9 @@ class _Module:
         return "\n\n\n".join(p for p in parts if p) + "\n"
 
     def head(self) -> str:
-        sizes = ", ".join(f"{name}={n}" for name, n in self.axes)
-        return _HEAD.format(cluster=self.plan.cluster.name, devices=self.lowered.mesh.size, sizes=sizes).rstrip()
+        sizes = ", ".join(f"{_in_docstring(name)}={n}" for name, n in self.axes)
+        cluster = _in_docstring(self.plan.cluster.name)
+        return _HEAD.format(cluster=cluster, devices=self.lowered.mesh.size, sizes=sizes).rstrip()
 
     def static(self) -> str:
         """The leaves that are no arrays: the program is for these, as far as text can tell them."""
@@ -138,6 +139,12 @@ class _Module:
 
 def _short(s: Storage) -> str:
     return shape_of(jax.ShapeDtypeStruct(s.stored_shape, s.dtype))
+
+
+def _in_docstring(name: str) -> str:
+    """A name, of whatever characters, as text between three quotes."""
+    plain = lambda c: c if c.isprintable() and c not in '\\"' else f"\\{c}" if c in '\\"' else repr(c)[1:-1]
+    return "".join(map(plain, name))
 
 
 def _imports() -> list[str]:

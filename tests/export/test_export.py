@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import Mesh
 from random_draws import dropout_step, large_draws
 from slow_devices import SPEEDS, first_devices, thin_cluster
+from thoroughness import THOROUGH
 from zoo import functional, language
 
 import hapsynth
@@ -33,6 +34,8 @@ from hapsynth.cli.main import main
 from hapsynth.instructions.testing.example_arguments import random_arguments
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
+UNEVEN = ("mlp", "mixed8"), ("cnn", "mixed8")
+"""With HAPSYNTH_THOROUGH=1."""
 EXAMPLES = {
     "mlp": mlp.target_for(mlp.Config(batch=16384, features=128, hidden=(256,))),
     "transformer": transformer.target_for(
@@ -93,7 +96,7 @@ def test_draws_in_blocks() -> None:
 def test_examples_run_without_hapsynth(tmp_path: Path) -> None:
     """Two steps of each, in a process of its own, which takes the first's state on."""
     expected: dict[str, Any] = {}
-    for name, cluster in (("mlp", "mixed8"), ("transformer", "mixed8"), ("cnn", "mixed8"), ("mlp", "even8")):
+    for name, cluster in (("transformer", "mixed8"), ("mlp", "even8"), *(UNEVEN if THOROUGH else ())):
         fn, structs = EXAMPLES[name]
         on = hapsynth.Cluster.load(CLUSTERS / f"{cluster}.toml")
         plan = hapsynth.synthesize(fn, structs, first_devices(8), cluster=on, leave_out=False)
@@ -115,6 +118,7 @@ def test_examples_run_without_hapsynth(tmp_path: Path) -> None:
         assert_same_bits(pickle.loads((Path(folder) / "results").read_bytes()), want)
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("name", CASES)
 def test_loops_and_branches(name: str) -> None:
     assert_exports(planned(*CASES[name]), *CASES[name][1])
@@ -171,6 +175,31 @@ def test_what_has_no_text_is_named() -> None:
         ValueError, match=r"to_source: pure_callback \(test_export.py:\d+\) cannot be written as source"
     ):
         planned(fn, (np.ones((8, 8), np.float32),)).to_source()
+
+
+def test_a_scatter_that_applies_a_function_has_no_text() -> None:
+    """Its parameters are those of one that sets values."""
+    applied = lambda x: x.at[jnp.array([1, 3])].apply(jnp.sin)
+    with pytest.raises(hapsynth.SourceError, match=r"scatter .*applies a function.*x\.at\[i\]\.set\(f\(x\[i\]\)\)"):
+        planned(applied, (np.ones(8, np.float32),)).to_source()
+    assert_exports(planned(lambda x: x.at[jnp.array([1, 3])].set(jnp.sin(x[1])), (np.ones(8, np.float32),)))
+
+
+def test_complex_constants() -> None:
+    odd = np.array([complex(-0.0, np.inf), complex(np.nan, -0.0), 2 - 3j], np.complex64)
+    plan = planned(lambda x: (x * odd, x + odd), (np.ones((12, 3), np.complex64),))
+    assert_exports(plan, np.full((12, 3), 1 + 0j, np.complex64))
+
+
+def test_names_are_text_and_no_code() -> None:
+    """Of the cluster, in the module's docstring, and of arguments, in comments."""
+    name = '"""; raise SystemExit  # \\\n"""'
+    cluster = replace(thin_cluster(SPEEDS["3:1"]), name=name)
+    fn = lambda tree: tree["a\nraise SystemExit"] * 2
+    tree = {"a\nraise SystemExit": np.ones((12, 4), np.float32)}
+    plan = hapsynth.synthesize(fn, (tree,), first_devices(len(SPEEDS["3:1"])), cluster=cluster, leave_out=False)
+    assert name in (module(plan).__doc__ or "")
+    assert_exports(plan, tree)
 
 
 def test_any_reduction() -> None:
