@@ -251,23 +251,50 @@ class FixedRatioSearch:
                 return Found(None, solved.solution)
             self._spare()
             glance = begin = None
-        found: list[Candidate] = []
+        fits = lambda: candidate is not None and candidate.memory <= self.limit
+        first = candidate, solved
+        candidate, solved = self._fitting(builder, first, limits, tolerance, certain=certain)
+        if not (fits() or self.incumbent.best or self.clock.late()):
+            # None in source order. But programs are not kept to that: an update may run before other gradients.
+            candidate, solved = self._fitting(
+                builder, None, dict(self.limits), tolerance, certain=certain, at_least=True
+            )
+        return Found(candidate if fits() else None, solved.solution)
+
+    def _fitting(
+        self,
+        builder: ProblemBuilder,
+        first: tuple[Candidate | None, AdditiveSolution] | None,
+        limits: dict[int, float],
+        tolerance: float,
+        **how: bool,
+    ) -> tuple[Candidate | None, AdditiveSolution]:
+        """A program that fits, by limits ever tighter where one does not; else the last one, or none. `first`: what
+        there is within `limits`, if that is known. `how`: as in `_candidate`."""
+        # Limits of which there is a program, which holds too much, and of which there is none.
+        loose, tight = dict[int, float](), dict[int, float]()
+        between = lambda: {op: (loose.get(op, self.limit) + none) / 2 for op, none in tight.items()}
+        begin: Ints | None = None
+        candidate, solved = first or self._candidate(builder, limits, begin, tolerance, **how)
         for _ in range(_MEMORY_ROUNDS):
+            self.note(candidate, solved)
+            # Sizes that fit where those assumed did not are good enough: the next search is at those.
+            if self.clock.late() or (candidate is not None and candidate.memory <= self.limit):
+                break
             if candidate is not None:
-                self.note(candidate, solved)
-                found.append(candidate)
-                # Sizes that fit where those assumed did not are good enough: the next search is at those.
-                if self.clock.late() or candidate.memory <= self.limit:
-                    break
-                limits = self._tightened(builder, limits, candidate)
-            elif not found or limits == self.limits or self.clock.late():
+                begin = candidate.choices
+                loose, limits = limits, self._tightened(builder, limits, candidate, how.get("at_least", False))
+            elif limits == self.limits:
                 break
             else:
-                # Tightened by more than there is to save: half of it.
-                limits = {op: (limits[op] + self.limits[op]) / 2 for op in limits}
-            candidate, solved = self._candidate(builder, limits, found[-1].choices, tolerance, certain=certain)
-        self.note(candidate, solved)
-        return Found(candidate if candidate and candidate.memory <= self.limit else None, solved.solution)
+                tight = limits
+            if limits == tight:
+                # Tightened by more than there is to save.
+                limits = between()
+            candidate, solved = self._candidate(builder, limits, begin, tolerance, **how)
+        else:
+            self.note(candidate, solved)
+        return candidate, solved
 
     def note(self, candidate: Candidate | None, solved: AdditiveSolution) -> None:
         """A program that came up, and where it came from."""
@@ -291,10 +318,11 @@ class FixedRatioSearch:
         *,
         certain: bool = False,
         above: float = np.inf,
+        at_least: bool = False,
     ) -> tuple[Candidate | None, AdditiveSolution]:
         """The best program, as far as memory is counted, and what it came from."""
         solved = self.cheapest(
-            builder, limits, begin, at_least=False, tolerance=tolerance, seconds=self._share, tied=not certain
+            builder, limits, begin, at_least=at_least, tolerance=tolerance, seconds=self._share, tied=not certain
         )
         best, solution = self.incumbent.best, solved.solution
         if solution.assignment is None:
@@ -324,17 +352,19 @@ class FixedRatioSearch:
         self.effort.choices_s += time.perf_counter() - began
         self.incumbent.forget_choices()
 
-    def _tightened(self, builder: ProblemBuilder, limits: dict[int, float], candidate: Candidate) -> dict[int, float]:
+    def _tightened(
+        self, builder: ProblemBuilder, limits: dict[int, float], candidate: Candidate, at_least: bool
+    ) -> dict[int, float]:
         """Limits at the ops where a program holds too much; where there was one already, less by what the program holds
         there and the problem does not count."""
         full = self.maker.full_ops(candidate)
-        likely = MemoryConstraints(builder, at_least=False)
-        problem = likely.problem(dict.fromkeys(full, np.inf))
+        constraints = MemoryConstraints(builder, at_least=at_least)
         assert candidate.choices is not None
-        usage = problem.usage(likely.extended(problem, candidate.choices)).reshape(len(full), -1).max(axis=1)
         found = dict(limits)
-        for (op, held), counted in zip(full.items(), usage, strict=True):
-            missed = max(0.0, held - float(counted)) if op in limits else 0.0
+        for op, held in full.items():
+            problem = constraints.problem({op: np.inf})
+            counted = float(problem.usage(constraints.extended(problem, candidate.choices)).max())
+            missed = max(0.0, held - counted) if op in limits else 0.0
             found[op] = min(found.get(op, np.inf), self.limit - missed)
         self.limits.update(dict.fromkeys(full, self.limit))
         return found
@@ -343,29 +373,35 @@ class FixedRatioSearch:
         """Look for the program that holds the least at some ratios, until one fits."""
         if self.clock.late():
             return
-        likely = MemoryConstraints(ProblemBuilder(self.choices, self.task.costs, ratios), at_least=False)
+        builder = ProblemBuilder(self.choices, self.task.costs, ratios)
+        constraints = MemoryConstraints(builder, at_least=False)
         seen: list[Ints] = []
         # Then it is only told what the smallest found needs.
         hopeless = self.certain_bytes() > self.limit
         for _ in range(_SHRINK_ROUNDS):
-            problem = likely.problem(self.limits)
+            problem = constraints.problem(self.limits)
             count = len(problem.resources)
             # Half of the weight is spread: what is seen of the ops where nothing binds yet.
             weights = np.full(count, 1.0 / max(count, 1))
             if seen and count:
-                weights = (weights + worst_weights([problem.usage(likely.extended(problem, x)) for x in seen])) / 2
+                weights = (weights + worst_weights([problem.usage(constraints.extended(problem, x)) for x in seen])) / 2
             lightest = weighed(problem, weights, ties=True)
             solved = self.solve(lightest, tolerance=_SHRINK_TOLERANCE, seconds=self.clock.allotted())
             if solved.choices is None:
                 return
-            candidate = replace(self.maker.make(likely.builder, solved.solution, as_assumed=hopeless), bound=None)
+            candidate = replace(self.maker.make(builder, solved.solution, as_assumed=hopeless), bound=None)
             self.note(candidate, solved)
             known = len(self.limits)
             self.limits.update(dict.fromkeys(self.maker.full_ops(candidate), self.limit))
             choices = solved.choices[: len(self.choices.choices)]
             repeated = any(np.array_equal(x, choices) for x in seen)
-            if candidate.memory <= self.limit or self.clock.late() or (repeated and len(self.limits) == known):
+            if candidate.memory <= self.limit or self.clock.late():
                 return
+            if repeated and len(self.limits) == known:
+                if constraints.at_least:
+                    return
+                # In source order no other holds less.
+                constraints, seen = MemoryConstraints(builder, at_least=True), []
             seen.append(choices)
 
     def certain_bytes(self) -> float:
