@@ -146,7 +146,13 @@ def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
         # CPU devices share their machine's memory.
         needed = sum(needs.values())
         rows, machine = [["its CPU", needed, _device_memory.free(local[0])]], [needed, _device_memory.free_on_machine()]
-    return {"plan": plan_fingerprint(plan), **of_function(plan), "memory": rows, "machine": machine}
+    return {
+        "plan": plan_fingerprint(plan),
+        "form": plan.form,
+        **of_function(plan),
+        "memory": rows,
+        "machine": machine,
+    }
 
 
 def compiled_facts(plan: Planned) -> Facts:
@@ -178,6 +184,7 @@ def problems(facts: Sequence[Facts]) -> list[str]:
     for key, name in _VERSIONS.items():
         found += _alike(facts, key, f"{name} {{}}", f"install the same {name} everywhere")
     found += _of_plans(facts)
+    found += _alike(facts, "form", "a plan in {} form", "give form= the same everywhere, or leave it to be chosen")
     found += _alike(
         facts,
         "mesh",

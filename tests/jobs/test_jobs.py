@@ -52,6 +52,7 @@ FACTS: dict[str, Any] = {
     "constants": "c",
     "cluster": "m",
     "plan": "f",
+    "form": "fused",
     "lowered": "e",
     "links": {"rank": 0, "never": [1]},
     "memory": [["G:0", 5 << 20, 6 << 20]],
@@ -89,6 +90,10 @@ def test_processes_that_fit_together() -> None:
         ),
         ({"plan": "g", "constants": "d"}, "p1 has parameters or constants of ops d: run the same source"),
         ({"plan": "g", "cluster": "o"}, "p1 has cluster o: plan for the same cluster everywhere"),
+        (
+            {"form": "staged", "lowered": "h"},
+            "p0 has a plan in fused form, and p1 has a plan in staged form: give form=",
+        ),
         ({"mesh": [[1, 1, "G"], [0, 0, "G"]]}, "a mesh of devices 0:0, 1:1, and p1 has a mesh of devices 1:1, 0:0"),
         ({"cache": {"a folder": False}}, "p1 has compilation cache settings a folder False"),
         ({"lowered": "h"}, "p1 has collectives h in the lowered program"),
