@@ -1,6 +1,8 @@
 # make demo | test | lint | bench | docs | clean. Each works alone, from a fresh clone, with any Python >= 3.11.
 .PHONY: demo test lint bench docs clean
 .DELETE_ON_ERROR:
+# Packages are compiled to bytecode as they are imported; most of what is installed never is. Containers often set this.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 # The first Python here that is new enough. Run, not only found: pyenv's shims exist for versions that don't run.
@@ -37,7 +39,7 @@ docs: .venv
 .venv: .venv/.installed
 
 .venv/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[test,docs]'
 	@touch $@
 
 $(BIN)/python:

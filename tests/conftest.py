@@ -4,10 +4,10 @@ Programs run once or twice here, and compiling them took most of the time, so XL
 the HLO stays the same. Tests marked `optimized` take XLA's optimizations, HAPSYNTH_OPTIMIZED=1 has all tests take them.
 Bounds of makespans are raised in as few rounds as those of the largest steps are: of steps this small they took most of
 the time of planning. HAPSYNTH_THOROUGH=1 has all rounds.
-Generated examples are the same in every run; HAPSYNTH_NEW_EXAMPLES=1 draws new ones. Of cases that are drawn or
-combined a few are gone through, with HAPSYNTH_THOROUGH=1 all (`support/thoroughness.py`). Processes that tests start
-find hapsynth compiled to bytecode, and Python's collector of cyclic garbage, a quarter of the search's time, runs
-seldom.
+Generated examples are the same in every run; HAPSYNTH_NEW_EXAMPLES=1 draws new ones. Of many cases a few are gone
+through (`support/thoroughness.py`): all with HAPSYNTH_THOROUGH=1, and where tests are asked for by name (FILE::TEST).
+Processes that tests start find hapsynth compiled to bytecode, and Python's collector of cyclic garbage, a quarter of
+the search's time, runs seldom.
 
 HAPSYNTH_GPU=1 leaves the devices to JAX, for tests/gpu (HAPSYNTH_GPU=cpu tries these tests without a GPU).
 """
@@ -23,7 +23,7 @@ import hypothesis
 import jax
 import pytest
 from cli_model import write_model
-from thoroughness import THOROUGH
+from thoroughness import THOROUGH, left_out
 
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
@@ -64,8 +64,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first: one that is begun last is waited for by an idle core."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Few cases of many; slow tests first: one that is begun last is waited for by an idle core."""
+    if not THOROUGH and not any("::" in asked for asked in config.args):
+        beyond = set(left_out(items))
+        items[:] = [item for item in items if item not in beyond]
+        config.hook.pytest_deselected(items=[*beyond])
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

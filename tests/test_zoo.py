@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from slow_devices import first_devices, thin_cluster
-from thoroughness import THOROUGH, some
+from thoroughness import THOROUGH
 from zoo import functional, language, solvers, vision
 from zoo.kinds import Model
 
@@ -82,7 +82,8 @@ def test_hardly_anything_is_computed_whole(name: str) -> None:
     assert not [op for op in without if is_elementwise(op) or op.name in ("dot_general", "conv_general_dilated")]
 
 
-@pytest.mark.parametrize("name", some(MODELS, 8))
+@pytest.mark.few(8)
+@pytest.mark.parametrize("name", MODELS)
 def test_planned_for_the_everyday_cluster(name: str) -> None:
     """Such small steps are mostly not worth cutting there, but always planned to the end."""
     result = Planner(Task(graph_of(name), hapsynth.Cluster.load(MIXED))).run()
@@ -90,6 +91,7 @@ def test_planned_for_the_everyday_cluster(name: str) -> None:
     assert result.joint_lower_bound_s <= result.lower_bound_s <= result.cost_s
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", MODELS)
 def test_right_where_it_is_cut_unevenly(name: str) -> None:
     """On devices so slow that even this much work is worth dividing, and each slice of a contraction counts."""

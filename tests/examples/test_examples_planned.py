@@ -45,6 +45,7 @@ ON = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("example", "cluster"), [(example, cluster) for example in ON for cluster in ON[example]])
 def test_no_baseline_is_cheaper(example, cluster):
     """No baseline is given to the search as a start."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from thoroughness import THOROUGH
 
 import hapsynth
 
@@ -48,10 +49,10 @@ def losses(text: str) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::ResourceWarning")
-def test_it_trains_on_eight_devices_two_processes_and_three(
+def test_it_trains_on_eight_devices_in_two_processes_and_on_three(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each goes on from the checkpoint of the one before, and all follow one device."""
+    """Each goes on from the checkpoint of the one before, and all follow one device. Three with HAPSYNTH_THOROUGH=1."""
     for module in ("flax", "optax", "orbax.checkpoint"):
         pytest.importorskip(module, reason=f"{module} is not installed")
 
@@ -63,7 +64,8 @@ def test_it_trains_on_eight_devices_two_processes_and_three(
 
     uneven: list[int] = []
     folder = tmp_path / "state"
-    alone = run("plain.py", "--steps", 9, "--folder", tmp_path / "plain")
+    steps = 9 if THOROUGH else 6
+    alone = run("plain.py", "--steps", steps, "--folder", tmp_path / "plain")
     found = run("uneven.py", "--steps", 3, "--folder", folder, "--cluster", cluster(tmp_path, 4, 4))
     job = [sys.executable, "-m", "hapsynth", "launch", "-n", "2", str(GPT / "uneven.py"), "--distributed"]
     options = ["--layers", "1", "--steps", "6", "--folder", str(folder), "--cluster", str(cluster(tmp_path, 1, 1))]
@@ -71,11 +73,12 @@ def test_it_trains_on_eight_devices_two_processes_and_three(
     done = subprocess.run([*job, *options], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found |= losses(done.stdout)
-    found |= run("uneven.py", "--steps", 9, "--folder", folder, "--cluster", cluster(tmp_path, 2, 1))
-    assert list(found) == list(alone) == list(range(9))
+    if THOROUGH:
+        found |= run("uneven.py", "--steps", steps, "--folder", folder, "--cluster", cluster(tmp_path, 2, 1))
+    assert list(found) == list(alone) == list(range(steps))
     for step, loss in found.items():
         assert loss == pytest.approx(alone[step], rel=1e-6), (step, found, alone)
-    assert alone[8] < alone[0]
+    assert alone[steps - 1] < alone[0]
     # What orbax saved lay in shards of unlike length.
     assert uneven[0] == 0
     assert min(uneven[1:]) > 20

@@ -132,6 +132,7 @@ def loops(fn: Callable[..., Any], *args: Any) -> int:
     return sum(eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan")
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("width", [8, 32, 64])
 @pytest.mark.parametrize(
     ("shape", "blocks"),

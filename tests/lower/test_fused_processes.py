@@ -152,9 +152,9 @@ ZOO = """
         assert report.ok, (name, report)
         print("right", name, len(plan.lowered.compiled_collectives), flush=True)
 """
-MODELS = ("gpt_scanned", "resnet", "experts_einsum", "gru")
+MODELS = ("gpt_scanned", "experts_einsum")
 MORE = (
-    *("unet", "diffusion"),
+    *("resnet", "gru", "unet", "diffusion"),
     *("vit", "gpt", "mixer", "convolutional", "greedy_decoding", "experts_scatter", "mlp_accumulated", "hessian"),
     *("jvp", "lineax_lu", "lineax_qr", "lineax_auto", "lineax_cg", "optimistix_newton", "optimistix_fixed_point"),
     *("optimistix_levenberg_marquardt", "optimistix_bfgs", "diffrax_kvaerno3", "diffrax_tsit5"),
@@ -191,6 +191,7 @@ def two(code: str, *options: str, **environment: str) -> list[str]:
     return run_two(HEAD + code, lambda address, i: [address, str(i), *options], environment)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", ["1", "2"])
 def test_values_where_xla_knows_other_things(devices: str) -> None:

@@ -18,7 +18,6 @@ from lowered_programs import CASES as PROGRAMS
 from lowered_programs import MODES, SEEDS, assert_close
 from random_programs import RandomProgram
 from slow_devices import SPEEDS, first_devices, thin_cluster
-from thoroughness import some
 
 import hapsynth
 from hapsynth import _jax
@@ -62,6 +61,7 @@ def data_parallel() -> hapsynth.Plan:
 
 
 # On equal devices all are of one shape, for which one example is enough.
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "on"), [("mlp", "equal"), *((name, "3:1") for name in TINY)])
 def test_examples(name: str, on: str) -> None:
     module = example(name)
@@ -89,21 +89,23 @@ def assert_right_at_random(fn: Any, args: Any, axes: Any, mode: str, seed: int, 
     assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("name", "axes", "mode"), some(DRAWN, 5))
-def test_random_programs(name: str, axes: Any, mode: str, seed: int) -> None:
+@pytest.mark.few(4)
+@pytest.mark.parametrize(("name", "axes", "mode"), DRAWN)
+def test_random_programs(name: str, axes: Any, mode: str) -> None:
     fn, args = (layers, LAYERS) if name == "layers" else (PROGRAMS[name][0], PROGRAMS[name][1]())
-    assert_right_at_random(fn, args, axes, mode, seed, devices=4)
+    for seed in SEEDS:
+        assert_right_at_random(fn, args, axes, mode, seed, devices=4)
 
 
 # In their bodies what collectives bring is computed with and sent again.
 IN_LOOPS = ["scanned layers", "nested", "while whose test communicates", "carries on the outside"]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", some(IN_LOOPS, 2))
-def test_random_programs_with_loops(name: str, seed: int) -> None:
-    assert_right_at_random(*CASES[name], 3, "skewed", seed + 1, devices=3)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", IN_LOOPS)
+def test_random_programs_with_loops(name: str) -> None:
+    for seed in SEEDS:
+        assert_right_at_random(*CASES[name], 3, "skewed", seed + 1, devices=3)
 
 
 @pytest.mark.parametrize("name", ["nested", "while", "invariant", "swapped", "literals"])

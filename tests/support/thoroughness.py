@@ -1,4 +1,5 @@
-"""How many cases of what is drawn at random, or combined, a test goes through: a few, or with HAPSYNTH_THOROUGH=1 all.
+"""How many cases of what is drawn at random, or combined, a test goes through: as many as its marker `few` says, or
+with HAPSYNTH_THOROUGH=1 all. `few(0)` is a test of thorough runs alone.
 
 What a few do not find in months is found in one thorough run, before a release or after a change of what they test.
 """
@@ -7,15 +8,22 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Sequence
 
-Case = TypeVar("Case")
+import pytest
+
 THOROUGH = bool(os.environ.get("HAPSYNTH_THOROUGH"))
 
 
-def some(cases: Iterable[Case], few: int) -> list[Case]:
-    """So many of the cases, always the same ones; all in a thorough run."""
-    every = [*cases]
-    chosen = range(len(every)) if THOROUGH else sorted(random.Random(0).sample(range(len(every)), few))
-    return [every[k] for k in chosen]
+def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The cases of tests marked `few` that are beyond so many: always the same ones."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    beyond: list[pytest.Item] = []
+    for of in cases.values():
+        few: int = of[0].get_closest_marker("few").args[0]
+        chosen = random.Random(0).sample(range(len(of)), min(few, len(of)))
+        beyond += [item for k, item in enumerate(of) if k not in chosen]
+    return beyond

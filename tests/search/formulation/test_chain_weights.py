@@ -41,6 +41,7 @@ def one_tensor(given: Space, choices: Ints) -> bool:
     return all(state is None or not state.targets for state in states)
 
 
+@pytest.mark.few(12)
 def test_it_is_the_weighted_sum_of_lengths(given: Space) -> None:
     rng, equal = random.Random(1), 0
     chains, weights = drawn(given, rng, 6)

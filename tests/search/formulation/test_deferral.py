@@ -22,6 +22,7 @@ def given(request: pytest.FixtureRequest) -> Space:
     return case(request.param)
 
 
+@pytest.mark.few(12)
 def test_no_program_sends_less_after_an_op(given: Space) -> None:
     structure, deferral, sent_after = given.search.choices, given.chains.deferral, given.costs.sent_after
     least = {deferrable: sent_after.seconds(deferrable) for deferrable in deferral.ops}

@@ -66,6 +66,7 @@ def example_plan(name: str, on: str, latency: float | None = None) -> Plan:
     return hapsynth.synthesize(fn, args, first_devices(8), cluster=cluster)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "on"), [("mlp", "even8"), ("cnn", "even8"), ("cnn", "mixed8"), ("transformer", "mixed8")]
 )

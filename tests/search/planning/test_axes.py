@@ -52,6 +52,7 @@ def test_a_reduction_over_two_axes_is_three_collectives() -> None:
     assert_close(run(lowered, (x, y)), x @ y)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("speeds", "bandwidth"), [([0.1] * 8, 1e9), ([0.15] * 4 + [0.1] * 4, 1e11)])
 def test_experts_on_two_axes_take_no_longer_than_on_one(speeds: list[float], bandwidth: float) -> None:
     """Two hosts of four as rows of a mesh, where links are what a step waits for and where computing is: each axis cuts

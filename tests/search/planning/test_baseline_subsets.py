@@ -49,6 +49,7 @@ def cost(b: Baseline, cluster: Cluster) -> float:
     return step_seconds(b.program, b.sizes, costs, overlap=b.overlap)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_set_of_devices_is_planned_for_by_itself(overlap: bool) -> None:
     found = offered(overlap)
@@ -157,6 +158,7 @@ def test_without_experts_there_is_no_expert_parallelism() -> None:
     assert not Baselines(Task(dense.graph, SLOW_HALF)).expert_dims
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_expert_parallelism_computes_the_step(name: str) -> None:
     (fn, _), traced = experts()

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from resharing import arguments, pooled, running_step, step_arguments
 from resharing import cluster as new_and_old
 from test_search import brute_force
-from thoroughness import some
 
 import hapsynth
 from hapsynth.cli.main import main
@@ -149,6 +148,7 @@ def least_at_ratios(costs: CostModel) -> Iterator[tuple[Floats, float]]:
         yield weights, brute_force(ProblemBuilder(structure, costs, named(costs, weights)))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(10))
 def test_no_program_at_any_ratios_is_below_the_bound(seed: int) -> None:
     """All sequences of instructions, at a grid of ratios."""
@@ -203,7 +203,8 @@ TASKS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "bandwidth"), some(product(TASKS, ["100 MB/s", "400 MB/s", "2 GB/s", "20 GB/s"]), 6))
+@pytest.mark.few(4)
+@pytest.mark.parametrize(("name", "bandwidth"), [*product(TASKS, ["100 MB/s", "400 MB/s", "2 GB/s", "20 GB/s"])])
 def test_no_program_that_communicates_or_changes_its_ratio_is_below_the_bound(name: str, bandwidth: str) -> None:
     """The best program whose instructions are each at one of two ratios, resharing between them where that pays."""
     fn, args = TASKS[name]
@@ -222,6 +223,7 @@ def test_no_program_that_communicates_or_changes_its_ratio_is_below_the_bound(na
     assert max(gained) > 1
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("bandwidth", ["100 MB/s", "2 GB/s"])
 @pytest.mark.parametrize("name", TASKS)
 def test_nothing_costs_more_than_at_ratios_in_its_ranges(name: str, bandwidth: str) -> None:
@@ -285,6 +287,7 @@ class _TwoRatios(BuilderOfWays):
         return not (step.recuts and self.whole[value])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_ranges_hold_what_works_take_at_their_shares(seed: int) -> None:
     """Random works and shares: each takes at least as long as the range says in which its largest share lies, and some
@@ -421,7 +424,8 @@ def least_within(ranges: ShareRanges, limits: dict[int, float]) -> float:
     return solve(problem, start=start, tolerance=1e-3, max_nodes=2000).lower_bound
 
 
-@pytest.mark.parametrize(("bandwidth", "exact"), some(product([3e8, 3e9], [False, True]), 1))
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("bandwidth", "exact"), [*product([3e8, 3e9], [False, True])])
 def test_no_program_that_fits_is_below_the_bound(bandwidth: float, exact: bool) -> None:
     """Programs at a grid of ratios, the cheapest at many prices of what is held at some op: those within a limit are no
     cheaper than the bound within it, in any ranges and in ones around their ratios."""

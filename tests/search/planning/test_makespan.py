@@ -18,7 +18,6 @@ from control_cases import CASES, floats
 from orders import random_order
 from random_programs import mlp_args, mlp_step
 from slow_devices import first_devices, slow_cluster
-from thoroughness import THOROUGH, some
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster
@@ -97,7 +96,8 @@ def test_no_program_in_any_order_is_below_the_bound(name: str, bandwidth: float,
 
 
 @pytest.mark.usefixtures("all_rounds")
-@pytest.mark.parametrize("name", ["layers", "several results", "taken again on hosts", *(["tied"] if THOROUGH else [])])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["layers", "several results", "taken again on hosts", "tied"])
 def test_no_program_of_a_branch_is_below_its_bound(name: str) -> None:
     given = case(name)
     search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
@@ -152,9 +152,10 @@ def scheduled(given: Space, choices: Ints) -> tuple[Candidate, TaskGraph]:
 
 
 # Without contention at one bandwidth: `test_no_program_in_any_order_is_below_the_bound` has it at others.
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "bandwidth", "contention"),
-    some(((name, *on) for name in TINY for on in ((1e8, 1.5), (1e10, 1.0), (1e10, 1.5), (1e11, 1.5))), 6),
+    [(name, *on) for name in TINY for on in ((1e8, 1.5), (1e10, 1.0), (1e10, 1.5), (1e11, 1.5))],
 )
 def test_no_program_at_any_ratios_is_below_the_joint_bound(name: str, bandwidth: float, contention: float) -> None:
     given = tiny(name, bandwidth, contention)
@@ -241,6 +242,7 @@ STEPS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", STEPS)
 def test_the_cost_is_the_makespan_of_the_program_in_its_order(name: str) -> None:
     task, found = planned(*STEPS[name])
@@ -267,6 +269,7 @@ def test_kinds_that_differ_in_memory_alone() -> None:
     assert found.clocks_s["compute larger"] == found.clocks_s["compute x1.0"] > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "bandwidth"), [("layers", 3e7), ("layers", 1e9), ("training", 3e9)])
 def test_no_set_of_devices_that_is_looked_at_is_better(name: str, bandwidth: float) -> None:
     fn, args, _ = STEPS[name]
@@ -281,6 +284,7 @@ def test_no_set_of_devices_that_is_looked_at_is_better(name: str, bandwidth: flo
     assert found.joint_lower_bound_s <= found.lower_bound_s <= found.cost_s
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("leave_out", [True, False])
 def test_overlap_that_gains_too_little_is_not_planned(leave_out: bool) -> None:
     fn, args, _ = STEPS["layers"]

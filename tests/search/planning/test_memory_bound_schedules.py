@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from example_models import example
 from slow_devices import SPEEDS, thin_cluster
 
@@ -64,6 +65,7 @@ def test_gathers_wait_where_memory_is_short() -> None:
     assert plan.cost <= limited.cost <= seconds(planned(memory_limit=limit))
 
 
+@pytest.mark.few(0)
 def test_a_training_step_within_nine_tenths_of_the_memory() -> None:
     """Of that which the sum's program holds. It takes less than that one in its own order."""
     fn, args = example("cnn").target()

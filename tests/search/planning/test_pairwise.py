@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 from slow_devices import first_devices, untiled
 from test_joint_refinement import just
-from thoroughness import some
 
 import hapsynth
 from hapsynth._quantities import seconds as quantity
@@ -252,7 +251,8 @@ def test_the_joint_bound_is_what_it_was_without_rounds(speeds: tuple[float, ...]
     assert bounds[0] == pytest.approx(bounds[1])
 
 
-@pytest.mark.parametrize("sent", some([0.5, 2.0], 1))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("sent", [0.5, 2.0])
 def test_closer_joint_bounds_hold_at_all_ratios(sent: float) -> None:
     """As there are more nodes, however its arguments lie."""
     free = lambda **options: crossed([3.0, 1.0, 1.0, 1.0], sent, fixed=None, **options)[0]

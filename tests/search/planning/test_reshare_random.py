@@ -60,6 +60,7 @@ def cut_at_random(maker: RandomProgram, program: Program, costs: CostModel, rng:
     return program
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("axes", AXES)
 def test_a_step_cut_at_random(axes: str, seed: int) -> None:
@@ -67,6 +68,7 @@ def test_a_step_cut_at_random(axes: str, seed: int) -> None:
     assert found or axes == "2x2"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("axes", "seed"), [("4", 0), ("2x2", 1)])
 def test_a_small_step_cut_at_random_in_stages(axes: str, seed: int) -> None:
     """In staged form those of the step above are of hundreds of stages, each compiled for every shape. Sizes of both
@@ -74,6 +76,7 @@ def test_a_small_step_cut_at_random_in_stages(axes: str, seed: int) -> None:
     assert assert_equal(layers, ({"a": floats(6, 10), "b": floats(10, 7)}, floats(9, 6)), AXES[axes], "staged", seed)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", ["scanned layers", "nested", "while", "cond", "carries on the outside"])
 @pytest.mark.parametrize("axes", AXES)
 def test_loops_and_branches_are_not_cut_inside(name: str, axes: str) -> None:

@@ -309,6 +309,7 @@ def test_zero_1_one_weight_at_a_time_as_memory_tightens() -> None:
     assert plan.check().ok
 
 
+@pytest.mark.few(0)
 def test_zero_2_and_3_as_memory_tightens_further() -> None:
     """Then each batch's gradient is reduced by itself, so that no more than one is whole at a time (of the 2 x layers
     that ZeRO-1 adds up at the end), for as much traffic again; then parameters are stored cut and gathered for each

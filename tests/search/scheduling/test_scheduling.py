@@ -17,6 +17,7 @@ from cp_sat import exact_makespan
 from orders import random_order
 from random_programs import RandomProgram
 from slow_devices import thin_cluster
+from thoroughness import THOROUGH
 
 import hapsynth
 from hapsynth.graph.trace import trace
@@ -77,14 +78,14 @@ def test_few_tasks_are_scheduled_at_the_optimum(seed: int) -> None:
 
 
 def test_where_list_schedules_fall_short() -> None:
-    """Of 60 graphs of 24 tasks some are scheduled better by constraint programming, and none worse."""
-    better = 0
-    for seed in range(60):
+    """Of many graphs of 24 tasks some are scheduled better by constraint programming, and none worse."""
+    better, graphs = 0, 60 if THOROUGH else 24
+    for seed in range(graphs):
         tasks = random_tasks(random.Random(5000 + seed), 24)
         listed, found = schedule(tasks, quick=True).makespan_s, schedule(tasks).makespan_s
         assert least_makespan(tasks) - 1e-9 <= found <= listed
         better += found < listed
-    assert better >= 5
+    assert better >= graphs // 12
 
 
 @pytest.mark.parametrize("seed", range(40))
