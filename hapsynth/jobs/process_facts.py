@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.extend
+import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth import _device_memory, _jax
@@ -23,6 +24,7 @@ from hapsynth._version import __version__
 from hapsynth._warn import warn_user
 from hapsynth.hlo.collectives import first_difference
 from hapsynth.hlo.text import HloError
+from hapsynth.instructions.layout import R
 from hapsynth.lower import parts
 from hapsynth.rendezvous.server import listed
 from hapsynth.running.base import Planned
@@ -42,6 +44,9 @@ _AUTOTUNING = "--xla_gpu_shard_autotuning"
 _MOST_TYPES = 64
 _LONGEST = 200
 """Characters of a collective that are told."""
+_SAMPLE, _ROUNDING = 32, 1e-3
+"""Elements of each replicated argument that are compared, and by how much of the largest they may differ: unlike
+devices round apart what each has computed."""
 # What the runs depend on; how long a plan took to find differs between processes that each found it.
 _OF_PLAN = ("function", "devices", "program", "classes", "shares")
 
@@ -130,8 +135,10 @@ def gpu_software(platform: str) -> Facts:
 
 
 def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
-    """What a plan is, and the memory that it needs here beside what its arguments have already."""
+    """What a plan is, what its replicated arguments hold, and the memory that it needs here beside what its arguments
+    have already."""
     assert plan.mesh is not None
+    arguments = [*arguments]
     held: dict[Any, int] = {}
     for x in arguments:
         for part in parts(x):
@@ -150,9 +157,24 @@ def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
         "plan": plan_fingerprint(plan),
         "form": plan.form,
         **of_function(plan),
+        "values": {
+            path: _sample(x)
+            for path, storage, x in zip(plan.traced.in_paths, plan.lowered.inputs, arguments)
+            if 0 not in storage.shape and all(p == R for p in storage.layout)
+        },
         "memory": rows,
         "machine": machine,
     }
+
+
+def _sample(stored: Any) -> list[str]:
+    """Some elements of what is stored alike on all devices, as text that JSON keeps."""
+    with _jax.no_mesh():
+        part = parts(stored)[0]
+        host = np.asarray(jax.random.key_data(part) if _jax.is_extended(part.dtype) else part).reshape(-1)
+    some = host[:: max(1, host.size // _SAMPLE)][:_SAMPLE]
+    exact = some if np.issubdtype(some.dtype, np.complexfloating) else some.astype(np.float64)
+    return [repr(complex(x)) for x in exact]
 
 
 def compiled_facts(plan: Planned) -> Facts:
@@ -200,7 +222,7 @@ def problems(facts: Sequence[Facts]) -> list[str]:
         "the same function, JAX configuration and XLA_FLAGS must be used everywhere",
     )
     found += of_collectives(facts)
-    return found + _of_links(facts) + _of_kinds(facts) + _of_memory(facts)
+    return found + _of_values(facts) + _of_links(facts) + _of_kinds(facts) + _of_memory(facts)
 
 
 _PARTS: tuple[tuple[str, str, str], ...] = (
@@ -256,6 +278,24 @@ def _arguments(said: dict[str, Any]) -> str:
 def _code(said: dict[str, Any]) -> str:
     ops = [f"{n or 'no'} {name.removeprefix('ops ')}" for name, n in said.items() if name.startswith("ops ")]
     return ", ".join(ops[:4]) if ops else f"digest {said['digest']}"
+
+
+def _of_values(facts: Sequence[Facts]) -> list[str]:
+    """Arguments that all processes hold whole, and not the same: each would go on from its own."""
+    first, *others = [f for f in facts if "values" in f] or [{}]
+    for other in others:
+        unlike: list[str] = []
+        for path in first["values"].keys() & other["values"].keys():
+            a, b = (np.array([complex(x) for x in f["values"][path]]) for f in (first, other))
+            largest = np.max(np.abs(a), initial=0.0, where=np.isfinite(a))
+            if a.shape != b.shape or not np.allclose(a, b, rtol=0, atol=_ROUNDING * largest, equal_nan=True):
+                unlike.append(path)
+        if unlike:
+            return [
+                f"{first['process']} and {other['process']} have other values in {_several(sorted(unlike))}, which "
+                "each holds whole: give all processes the same, drawn from one seed or restored from one checkpoint"
+            ]
+    return []
 
 
 def of_collectives(facts: Sequence[Facts]) -> list[str]:

@@ -53,6 +53,7 @@ FACTS: dict[str, Any] = {
     "cluster": "m",
     "plan": "f",
     "form": "fused",
+    "values": {"[0]['w']": ["(1+0j)", "(2+0j)"], "[0]['n']": ["(nan+0j)"]},
     "lowered": "e",
     "links": {"rank": 0, "never": [1]},
     "memory": [["G:0", 5 << 20, 6 << 20]],
@@ -63,6 +64,8 @@ OTHER = {**FACTS, "process": "p1", "host": "b", "links": {"rank": 1, "never": []
 
 def test_processes_that_fit_together() -> None:
     assert not problems([FACTS, OTHER])
+    rounded = {"[0]['w']": ["(1.0001+0j)", "(2+0j)"], "[0]['n']": ["(nan+0j)"]}
+    assert not problems([FACTS, {**OTHER, "values": rounded}])
     unlike = [{**FACTS, "shards_autotuning": False}, {**OTHER, "kinds": ["H"], "shards_autotuning": False}]
     assert not problems(unlike)
     on_cpu = [{**FACTS, "platform": "cpu", "kinds": ["x86"]}, {**OTHER, "platform": "cpu", "kinds": ["arm"]}]
@@ -94,6 +97,7 @@ def test_processes_that_fit_together() -> None:
             {"form": "staged", "lowered": "h"},
             "p0 has a plan in fused form, and p1 has a plan in staged form: give form=",
         ),
+        ({"values": {**FACTS["values"], "[0]['w']": ["(1+0j)", "(3+0j)"]}}, "p0 and p1 have other values in [0]['w']"),
         ({"mesh": [[1, 1, "G"], [0, 0, "G"]]}, "a mesh of devices 0:0, 1:1, and p1 has a mesh of devices 1:1, 0:0"),
         ({"cache": {"a folder": False}}, "p1 has compilation cache settings a folder False"),
         ({"lowered": "h"}, "p1 has collectives h in the lowered program"),
