@@ -237,7 +237,7 @@ def test_consumed_state_is_named_wherever_it_is_used(plan: Plan) -> None:
     plan(state, batch)
     for use in (lambda: plan(state, batch), lambda: plan.shard(state), lambda: plan.check(state, batch)):
         with pytest.raises(
-            RuntimeError, match=r"argument \[0\]\['m'\]\['v'\], float32\[24, 8\], has been deleted: an earl"
+            RuntimeError, match=r"argument \[0\]\['m'\]\['v'\], float32\[24, 8\], has been deleted: a call"
         ):
             use()
     for use in (lambda: plan.unshard(state), lambda: plan.map(lambda x: x, state)):

@@ -67,9 +67,9 @@ class Arguments:
             if isinstance(leaf, (jax.Array, ShardedArray)) and not isinstance(leaf, Tracer):
                 if leaf.is_deleted():
                     raise RuntimeError(
-                        f"argument {path(i)}, {leaf.dtype}{list(leaf.shape)}, has been deleted: a call of a plan consumes "
-                        "carried state (it is donated) and returns its successor; pass that, or plan.shard a copy "
-                        "before the call"
+                        f"argument {path(i)}, {leaf.dtype}{list(leaf.shape)}, has been deleted: a call of a plan "
+                        "consumes carried state (it is donated) and returns its successor; pass that, or plan.shard a "
+                        "copy before the call"
                     )
                 shape, dtype = leaf.shape, leaf.dtype
             else:
