@@ -93,6 +93,7 @@ def test_a_row_of_makespans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.splitlines()[2].startswith("| poplar_b | mlp 1 | ")
 
 
+@pytest.mark.few(0)
 def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Even devices are an eighth of a host or whole ones, and the unlike ones a quarter fast."""
     from scaling import cluster

@@ -17,6 +17,7 @@ from tests.coverage.calls import CALLS, NO_OPS
 from tests.coverage.reach import MODULES, Reached, public_functions, reached
 
 
+@pytest.mark.few(0)
 @pytest.mark.slow
 def test_nothing_is_unknown():
     found = reached()

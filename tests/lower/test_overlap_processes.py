@@ -120,8 +120,9 @@ CODE = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["async", "inline"])
+@pytest.mark.parametrize("dispatch", ["inline", "async"])
 def test_one_order_and_the_same_values(dispatch: str) -> None:
     said = run_two(CODE, lambda address, i: [address, str(i), dispatch])
     assert all("found invalid value (nan)" in text for text in said), said

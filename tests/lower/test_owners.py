@@ -40,7 +40,7 @@ SEED = SEEDS.start
 CHOSEN = [(name, MODES[(k + SEED) % len(MODES)], axes) for k, name in enumerate(CASES) for axes in AXES]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "mode", "axes"), CHOSEN)
 def test_random_programs_with_owners(name: str, mode: str, axes: str) -> None:
     """In one program on padded shards, and in stages on exact ones."""

@@ -203,7 +203,7 @@ TASKS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "bandwidth"), [*product(TASKS, ["100 MB/s", "400 MB/s", "2 GB/s", "20 GB/s"])])
 def test_no_program_that_communicates_or_changes_its_ratio_is_below_the_bound(name: str, bandwidth: str) -> None:
     """The best program whose instructions are each at one of two ratios, resharing between them where that pays."""
