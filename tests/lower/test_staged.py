@@ -121,7 +121,7 @@ def test_carried_state_is_consumed_and_nothing_else() -> None:
     made, _ = plan(w, x)
     assert w.is_deleted()
     assert not x.is_deleted()
-    with pytest.raises(RuntimeError, match="consumed it"):
+    with pytest.raises(RuntimeError, match="a plan consumes carried state"):
         plan(w, x)
     again, _ = plan(made, x)
     once = step(*STEP)[0]
