@@ -143,8 +143,7 @@ def _short(s: Storage) -> str:
 
 def _in_docstring(name: str) -> str:
     """A name, of whatever characters, as text between three quotes."""
-    plain = lambda c: c if c.isprintable() and c not in '\\"' else f"\\{c}" if c in '\\"' else repr(c)[1:-1]
-    return "".join(map(plain, name))
+    return repr(name)[1:-1].replace('"', '\\"')
 
 
 def _imports() -> list[str]:

@@ -24,7 +24,6 @@ from hapsynth._version import __version__
 from hapsynth._warn import warn_user
 from hapsynth.hlo.collectives import first_difference
 from hapsynth.hlo.text import HloError
-from hapsynth.instructions.layout import R
 from hapsynth.lower import parts
 from hapsynth.rendezvous.server import listed
 from hapsynth.running.base import Planned
@@ -160,7 +159,7 @@ def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
         "values": {
             path: _sample(x)
             for path, storage, x in zip(plan.traced.in_paths, plan.lowered.inputs, arguments)
-            if 0 not in storage.shape and all(p == R for p in storage.layout)
+            if not storage.cuts and 0 not in storage.shape
         },
         "memory": rows,
         "machine": machine,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -251,15 +252,16 @@ class FixedRatioSearch:
                 return Found(None, solved.solution)
             self._spare()
             glance = begin = None
-        fits = lambda: candidate is not None and candidate.memory <= self.limit
         first = candidate, solved
-        candidate, solved = self._fitting(builder, first, limits, tolerance, certain=certain)
-        if not (fits() or self.incumbent.best or self.clock.late()):
+        candidate, solved = self._fitting(builder, first, limits, tolerance, certain=certain, at_least=False)
+        if not (self._fits(candidate) or self.incumbent.best or self.clock.late()):
             # None in source order. But programs are not kept to that: an update may run before other gradients.
-            candidate, solved = self._fitting(
-                builder, None, dict(self.limits), tolerance, certain=certain, at_least=True
-            )
-        return Found(candidate if fits() else None, solved.solution)
+            limits = dict(self.limits)
+            candidate, solved = self._fitting(builder, None, limits, tolerance, certain=certain, at_least=True)
+        return Found(candidate if self._fits(candidate) else None, solved.solution)
+
+    def _fits(self, candidate: Candidate | None) -> bool:
+        return candidate is not None and candidate.memory <= self.limit
 
     def _fitting(
         self,
@@ -267,23 +269,26 @@ class FixedRatioSearch:
         first: tuple[Candidate | None, AdditiveSolution] | None,
         limits: dict[int, float],
         tolerance: float,
-        **how: bool,
+        *,
+        certain: bool,
+        at_least: bool,
     ) -> tuple[Candidate | None, AdditiveSolution]:
         """A program that fits, by limits ever tighter where one does not; else the last one, or none. `first`: what
-        there is within `limits`, if that is known. `how`: as in `_candidate`."""
+        there is within `limits`, if that is known. `at_least`: how bytes are counted, as in `MemoryConstraints`."""
+        search = partial(self._candidate, builder, tolerance=tolerance, certain=certain, at_least=at_least)
         # Limits of which there is a program, which holds too much, and of which there is none.
         loose, tight = dict[int, float](), dict[int, float]()
         between = lambda: {op: (loose.get(op, self.limit) + none) / 2 for op, none in tight.items()}
         begin: Ints | None = None
-        candidate, solved = first or self._candidate(builder, limits, begin, tolerance, **how)
-        for _ in range(_MEMORY_ROUNDS):
+        candidate, solved = first or search(limits, begin)
+        for left in reversed(range(_MEMORY_ROUNDS + 1)):
             self.note(candidate, solved)
             # Sizes that fit where those assumed did not are good enough: the next search is at those.
-            if self.clock.late() or (candidate is not None and candidate.memory <= self.limit):
+            if not left or self.clock.late() or self._fits(candidate):
                 break
             if candidate is not None:
                 begin = candidate.choices
-                loose, limits = limits, self._tightened(builder, limits, candidate, how.get("at_least", False))
+                loose, limits = limits, self._tightened(builder, limits, candidate, at_least)
             elif limits == self.limits:
                 break
             else:
@@ -291,9 +296,7 @@ class FixedRatioSearch:
             if limits == tight:
                 # Tightened by more than there is to save.
                 limits = between()
-            candidate, solved = self._candidate(builder, limits, begin, tolerance, **how)
-        else:
-            self.note(candidate, solved)
+            candidate, solved = search(limits, begin)
         return candidate, solved
 
     def note(self, candidate: Candidate | None, solved: AdditiveSolution) -> None:

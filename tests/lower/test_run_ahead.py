@@ -34,7 +34,7 @@ CALLS = """
 
 @pytest.mark.parametrize("form", ["switch", "staged"])
 def test_hundreds_of_calls_without_a_look_at_the_results(form: str) -> None:
-    """In a process of its own: what hangs in XLA can't be ended. 600 calls hung in switch form."""
+    """In a process of its own: what hangs in XLA can't be ended. In switch form they hung there."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
     command = [sys.executable, "-c", textwrap.dedent(CALLS), form]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
