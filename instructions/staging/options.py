@@ -45,9 +45,10 @@ class LoweringOptions:
     # CPUs of several processes (`lower/_gloo.py`)
     gloo_gathered_bytes: int = 1 << 15
     """Bytes of all devices together up to which an all-reduce gathers them."""
-    gloo_ring_bytes: int = 1 << 16
-    """Bytes of a block from which on a reduce-scatter goes around a ring: as many latencies as devices, but no device
-    is sent to by several at once."""
+    gloo_at_once_bytes: int = 1 << 17
+    """Bytes of a block up to which a reduce-scatter, and among more than two devices any collective, goes to all at
+    once: one latency. Larger ones go around a ring: as many latencies as devices, but no device is sent to by several
+    at once."""
     gloo_segment_bytes: int = 1 << 18
     """Bytes of a message between two devices that both send."""
 

@@ -18,6 +18,8 @@ SHAPE = (12, 24, 12)
 Collective = Callable[[Any, LoweringOptions | None], Any]
 COLLECTIVES: dict[str, Collective] = {
     **{r: lambda x, gloo, r=r: _gloo.all_reduce(x, "d", r, gloo) for r in ("sum", "max", "min")},
+    # No number of devices divides it.
+    "sum of a part": lambda x, gloo: _gloo.all_reduce(x[:7, :11, :11], "d", "sum", gloo),
     **{f"psum_scatter {d}": lambda x, gloo, d=d: _gloo.psum_scatter(x, "d", d, gloo) for d in range(3)},
     **{f"all_gather {d}": lambda x, gloo, d=d: _gloo.all_gather(x, "d", d, gloo) for d in range(3)},
     **{
@@ -27,12 +29,13 @@ COLLECTIVES: dict[str, Collective] = {
     },
 }
 
+AT_ONCE = LoweringOptions(gloo_gathered_bytes=0)
 # What is small goes as what is large does; no message is a multiple of a segment.
-LARGE = LoweringOptions(gloo_ring_bytes=0, gloo_gathered_bytes=0, gloo_segment_bytes=700)
+LARGE = LoweringOptions(gloo_at_once_bytes=0, gloo_gathered_bytes=0, gloo_segment_bytes=700)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("options", [DEFAULT, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("options", [DEFAULT, AT_ONCE, LARGE], ids=["small", "at once", "large"])
 def test_as_jax(n: int, options: LoweringOptions) -> None:
     x = np.random.default_rng(0).integers(-9, 9, (n, *SHAPE)).astype(np.float32)
 
@@ -45,23 +48,35 @@ def test_as_jax(n: int, options: LoweringOptions) -> None:
         np.testing.assert_array_equal(got, wanted, err_msg=name)
 
 
+def sent(collective: Collective, n: int, nbytes: int) -> list[tuple[str, int]]:
+    """XLA's collectives, with the bytes that each takes, for one of so many bytes on each of `n` devices."""
+    struct = jax.ShapeDtypeStruct((n, nbytes // 4), np.float32)
+    spec = PartitionSpec("d")
+    run = lambda x: collective(x, DEFAULT)
+    mapped = jax.shard_map(run, mesh=first_devices(n), in_specs=spec, out_specs=spec, check_vma=False)
+    inner = jax.make_jaxpr(mapped)(struct).eqns[0].params["jaxpr"]
+    names = ("ppermute", "all_gather", "all_to_all", "psum", "reduce_scatter")
+    return [(e.primitive.name, e.invars[0].aval.size * 4) for e in inner.eqns if e.primitive.name in names]
+
+
 def test_segments() -> None:
     """A large message goes in several, none of which is larger than a segment."""
-
-    def sent(collective: Collective) -> list[int]:
-        struct = jax.ShapeDtypeStruct((2, 1 << 18), np.float32)
-        run = lambda x: collective(x, DEFAULT)
-        mapped = jax.shard_map(
-            run, mesh=first_devices(2), in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d"), check_vma=False
-        )
-        inner = jax.make_jaxpr(mapped)(struct).eqns[0].params["jaxpr"]
-        names = ("ppermute", "all_gather", "all_to_all", "psum", "reduce_scatter")
-        return [e.invars[0].aval.size * 4 for e in inner.eqns if e.primitive.name in names]
-
     segment = DEFAULT.gloo_segment_bytes
-    assert sent(lambda x, g: _gloo.psum_scatter(x, "d", 1, g)) == [segment] * 2
-    assert sent(lambda x, g: _gloo.all_to_all(x, "d", 1, 1, g)) == [segment] * 2
-    assert sent(lambda x, g: _gloo.all_gather(x, "d", 0, g)) == [segment] * 4
+    assert sent(lambda x, g: _gloo.psum_scatter(x, "d", 1, g), 2, 1 << 20) == [("ppermute", segment)] * 2
+    assert sent(lambda x, g: _gloo.all_to_all(x, "d", 1, 1, g), 2, 1 << 20) == [("ppermute", segment)] * 2
+    assert sent(lambda x, g: _gloo.all_gather(x, "d", 0, g), 2, 1 << 20) == [("all_gather", segment)] * 4
+
+
+def test_small_blocks_go_to_all_at_once() -> None:
+    """Among more than two devices: around a ring all wait for the slowest as many times as there are devices."""
+    block = DEFAULT.gloo_at_once_bytes
+    reduced = lambda x, g: _gloo.all_reduce(x, "d", "sum", g)
+    gathered = lambda x, g: _gloo.all_gather(x, "d", 0, g)
+    assert sent(reduced, 4, 256) == [("all_to_all", 4 * 256)]
+    assert sent(reduced, 4, 4 * block) == [("all_to_all", 4 * block)] * 2
+    assert sent(gathered, 4, block) == [("all_to_all", 4 * block)]
+    assert [name for name, _ in sent(reduced, 4, 5 * block) + sent(gathered, 4, 2 * block)] == ["psum", "all_gather"]
+    assert [name for name, _ in sent(reduced, 2, block) + sent(gathered, 2, block)] == ["psum", "all_gather"]
 
 
 def test_in_one_process_nothing_is_gloos() -> None:
