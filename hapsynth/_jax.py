@@ -366,6 +366,11 @@ def no_mesh() -> Any:
     return on_mesh(jax.sharding.Mesh(np.empty((), object), ()))
 
 
+def is_available(dtype: Any) -> bool:
+    """Whether arrays of a dtype can be made: of 64 bits under `jax_enable_x64` only."""
+    return is_extended(dtype) or jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
 def wide_floats() -> Any:
     """A context in which floats of 64 bits are to be had."""
     return jax.enable_x64(True)

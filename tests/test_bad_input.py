@@ -246,6 +246,14 @@ def test_consumed_state_is_named_wherever_it_is_used(plan: Plan) -> None:
     assert not batch.is_deleted()
 
 
+def test_a_plan_of_wide_numbers_says_how_they_are_had(plan: Plan) -> None:
+    x = np.ones((24, 8))
+    with jax.enable_x64(True):
+        wide = planned(x, fn=jnp.sin, mesh=plan.mesh, cluster=CLUSTER)
+    with pytest.raises(TypeError, match=r"float32\[24, 8\], and the plan is for in0:f64\[24, 8\]: set jax_enable_x64"):
+        wide(x)
+
+
 CALLS: dict[str, tuple[Callable[[Plan], Any], type[Exception], str]] = {
     "a value of another shape": (
         lambda p: p(STATE, planned(X[:12], fn=jnp.sin, mesh=p.mesh, cluster=CLUSTER).shard(X[:12])),
@@ -287,4 +295,6 @@ def test_a_plan_file_for_other_devices(plan: Plan, tmp_path: Path) -> None:
         hapsynth.load(tmp_path / "plan.json", step, (STATE, X), first_devices(8))
     with pytest.raises(ValueError, match="another function"):
         hapsynth.load(tmp_path / "plan.json", step, (STATE, X[:12]), first_devices(4))
+    with pytest.raises(TypeError, match=r"mesh is a Cluster; give a jax\.sharding\.Mesh, or None"):
+        hapsynth.load(tmp_path / "plan.json", step, (STATE, X), CLUSTER)  # type: ignore[arg-type]
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]

@@ -37,13 +37,17 @@ class PreflightError(JobError):
     """The processes of a job do not fit together. All of them raise it, with the same text, before anything runs."""
 
 
-def check_mesh(mesh: Mesh) -> None:
+def check_mesh(mesh: Any) -> None:
     """Called with the mesh to plan for: the processes of a mesh of several join, so that all hear of one that fails
     from here on.
 
     Raises PreflightError, in all processes and before anything is sent, where the mesh leaves out a process for
-    another's second device; JobError where the processes do not find each other.
+    another's second device; JobError where the processes do not find each other; TypeError where it is no mesh.
     """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh, or None for a plan that is not run"
+        )
     if jax.process_count() == 1 or not wanted():
         return
     place = lambda devices: [(d.process_index, d.id) for d in devices]

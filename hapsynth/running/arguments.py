@@ -80,8 +80,9 @@ class Arguments:
                     "synthesize again for this one"
                 )
             if dtype != value.dtype:
+                way_out = "convert it" if _jax.is_available(value.dtype) else "set jax_enable_x64, as it was then"
                 raise TypeError(
-                    f"argument {path(i)} is {dtype}{list(shape)}, and the plan is for {value}: convert it, or "
+                    f"argument {path(i)} is {dtype}{list(shape)}, and the plan is for {value}: {way_out}, or "
                     "synthesize again for this dtype"
                 )
 

@@ -18,6 +18,7 @@ from hapsynth._options import Ratios, check_dict, fixed_ratios_of, layouts_of, t
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced
 from hapsynth.graph.trip_counts import Expectation
+from hapsynth.jobs import check_mesh
 from hapsynth.plan import Plan
 from hapsynth.running.form import Form
 from hapsynth.running.plan_file import (
@@ -179,6 +180,8 @@ def load_plans(
     form: Form = "auto",
 ) -> Plans:
     """Read what `Plans.save` wrote, of the same functions; all else as `hapsynth.load`."""
+    if mesh is not None:
+        check_mesh(mesh)
     data, where, names = read_object(path, SEVERAL), str(path), _names(functions)
     with blamed_on(where):
         saved = dict(data["plans"])
