@@ -144,10 +144,6 @@ class Cluster:
         def error(problem: str) -> ClusterError:
             return ClusterError(f"cluster {self.name!r}: {problem}")
 
-        for what in (self.name, *(kind.name for kind in self.devices), *(axis for axis, _ in self.axes)):
-            # A name is printed on terminals and in tables.
-            if not what.isprintable():
-                raise error(f"the name {what!r} has characters that no terminal prints; leave them out")
         if not self.devices:
             raise error("has no device; name at least one under [[devices]]")
         if len(self.hosts) != self.n:
