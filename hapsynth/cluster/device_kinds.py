@@ -83,9 +83,11 @@ class DeviceKind:
     `measured`. Not to be changed. `source`: where the figures stand; not compared. `price_per_hour`: of one device, in
     any currency, None where it is not known; not compared. `granularity`: below which sizes it works for nothing.
     `contention`: how many times as long computing takes while a collective runs, measured or stated; None where it is
-    not known, and `default_contention` has to do, which is not compared.
+    not known, and `default_contention` has to do, which is not compared. `contention_delay`: seconds that a collective
+    takes longer where the device computes as it begins, whose threads wait for a core first.
 
-    Raises ClusterError for a figure that is not finite and positive (`overhead` may be 0), or a contention below 1.
+    Raises ClusterError for a figure that is not finite and positive (`overhead` and `contention_delay` may be 0), or a
+    contention below 1.
     """
 
     name: str
@@ -102,6 +104,7 @@ class DeviceKind:
     granularity: Granularity = DEFAULT_GRANULARITY
     contention: float | None = None
     default_contention: float = field(default=_NO_CONTENTION, compare=False)
+    contention_delay: float = 0.0
 
     def __post_init__(self) -> None:
         owner = f"device kind {self.name!r}"
@@ -122,6 +125,7 @@ class DeviceKind:
         _positive(owner, "bandwidth", self.bandwidth)
         _positive(owner, "memory", self.memory)
         _positive(owner, "overhead", self.overhead, zero=True)
+        _positive(owner, "contention_delay", self.contention_delay, zero=True)
         _positive(owner, "efficiency", self.efficiency)
         if self.price_per_hour is not None:
             _positive(owner, "price_per_hour", self.price_per_hour)
@@ -236,6 +240,7 @@ _KIND_KEYS = (
     "price_per_hour",
     "granularity",
     *_CONTENTIONS,
+    "contention_delay",
 )
 
 
@@ -285,6 +290,11 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
         contention=table.number("contention") if "contention" in table else base and base.contention,
         default_contention=figure(
             "default_contention", usual.default_contention, lambda: table.number("default_contention")
+        ),
+        contention_delay=figure(
+            "contention_delay",
+            (base or _NOMINAL).contention_delay,
+            lambda: table.quantity("contention_delay", "TIME"),
         ),
     )
     return kind.faster(table.number("speed")) if "speed" in table else kind
@@ -358,6 +368,7 @@ def write_kind(kind: DeviceKind, *, defaults: bool = False) -> dict[str, object]
         **({"price_per_hour": kind.price_per_hour} if kind.price_per_hour is not None else {}),
         **({"contention": kind.contention} if kind.contention is not None else {}),
         **({"default_contention": kind.default_contention} if defaults and kind.slowdown != kind.contention else {}),
+        **({"contention_delay": _units.format(kind.contention_delay, _units.TIME)} if kind.contention_delay else {}),
     }
 
 

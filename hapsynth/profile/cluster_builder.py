@@ -17,7 +17,7 @@ from hapsynth.cluster.granularity import GPU_GRANULARITY
 from hapsynth.cluster.links import Link
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile.collectives import BASE, INSIDE, Axes, Exchange, Point, Points, link_of
-from hapsynth.profile.contention import BESIDE
+from hapsynth.profile.contention import BESIDE, delayed_by, small_gather
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, by_memory, groups, rounded, smooth, typical
 from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel
@@ -27,6 +27,14 @@ from hapsynth.search.cost.network import PRICES, axis_links
 
 _LATENCY = 0.98
 """The time of a collective of no bytes, as a part of that of the smallest that was measured."""
+
+
+def speed_groups(job: Job, ran: Sequence[Kernel], figures: Mapping[str, Floats]) -> list[list[int]]:
+    """Devices of one model that computed equally fast, by their numbers."""
+    computing = [k.key for k in ran if k.family not in (DISPATCH, LAUNCH) and not k.op]
+    seconds = np.array([figures[k][:, 0] for k in computing]).T.reshape(job.n, len(computing))
+    spread = float(np.median([figures[k][:, 1] for k in computing])) if computing else 0.0
+    return groups([d.device_kind for d in job.devices], seconds, spread)
 
 
 class Builder:
@@ -44,11 +52,8 @@ class Builder:
     ) -> None:
         self.job, self.axes, self.ran, self.sent, self.figures = job, axes, ran, sent, figures
         self.memory = memory
-        computing = [k.key for k in ran if k.family not in (DISPATCH, LAUNCH) and not k.op]
         names = [d.device_kind for d in job.devices]
-        seconds = np.array([figures[k][:, 0] for k in computing]).T.reshape(job.n, len(computing))
-        spread = float(np.median([figures[k][:, 1] for k in computing])) if computing else 0.0
-        alike = groups(names, seconds, spread)
+        self.alike = alike = speed_groups(job, ran, figures)
         # Devices that only memory tells apart are equally fast.
         fits = [KindFit(ran, typical([self._times(i) for i in group])) for group in alike]
         parts = [by_memory(group, memory) for group in alike]
@@ -121,7 +126,8 @@ class Builder:
             raise ProfileError(f"{name}: float32 matmuls or memory came out as taking no time; run it again")
         on_cpu = self.job.devices[members[0]].platform == "cpu"
         granularity = kind.granularity if on_cpu else replace(kind.granularity, outputs=GPU_GRANULARITY.outputs)
-        return replace(kind, contention=self._contention(members), granularity=granularity)
+        contention = self._contention(members)
+        return replace(kind, contention=contention, contention_delay=self._delay(members[0]), granularity=granularity)
 
     def _contention(self, devices: Sequence[int]) -> float | None:
         """How many times as long the largest matmul takes beside a collective; None where that was not measured."""
@@ -131,6 +137,15 @@ class Builder:
             return None
         factor = float(np.median(rows[devices, 0] / self.figures[matmul[0].key][devices, 0]))
         return round(max(factor, 1.0), 3) if np.isfinite(factor) else None
+
+    def _delay(self, device: int) -> float:
+        """Seconds that a small collective takes longer beside computing on those that are as fast as a device."""
+        small, group = small_gather(self.job, self.sent), next(group for group in self.alike if device in group)
+        if small is None or delayed_by(group) not in self.figures:
+            return 0.0
+        beside, alone = (float(self.figures[key][:, 0].max()) for key in (delayed_by(group), small.key))
+        longer = (beside - alone) / small.repeats
+        return rounded(longer) if longer > 0 else 0.0
 
     @property
     def _flat(self) -> str:

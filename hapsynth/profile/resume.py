@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from hapsynth import _files
 from hapsynth.profile.sampling import Floats
 
 
@@ -50,9 +50,7 @@ class State:
     def save(self) -> None:
         if self.file is not None:
             text = json.dumps({"fingerprint": self.fingerprint, "figures": packed(self.figures)})
-            new = self.file.with_name(self.file.name + ".new")
-            new.write_text(text, encoding="utf-8")
-            os.replace(new, self.file)
+            _files.write_text(self.file, text)
 
     def remove(self) -> None:
         if self.file is not None:

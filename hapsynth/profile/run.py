@@ -12,9 +12,9 @@ import numpy as np
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.ir import Graph
-from hapsynth.profile.cluster_builder import Builder
+from hapsynth.profile.cluster_builder import Builder, speed_groups
 from hapsynth.profile.collectives import Axes, Exchange, exchanges, runner
-from hapsynth.profile.contention import BESIDE, beside, can_overlap
+from hapsynth.profile.contention import BESIDE, beside, can_overlap, delayed, delayed_by, small_gather
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import typical_kind
 from hapsynth.profile.measured_ops import MOST_OPS, MOST_OPS_QUICK, Ops
@@ -166,24 +166,40 @@ class _Measuring:
             self.job.agree(True)
         self._keep(ALONE, np.array(rows))
 
-    def beside(self, ran: Iterable[Kernel], sent: Iterable[Exchange]) -> bool:
-        """Whether computing beside a collective could be measured."""
+    def beside(self, ran: Sequence[Kernel], sent: Iterable[Exchange]) -> bool:
+        """Whether computing beside a collective, and a collective beside computing, could be measured."""
         job, o, kernel = self.job, self.options, _largest_matmul(ran)
-        exchange = [e for e in sent if e.step == "all_reduce" and e.n == job.n][-1:]
-        if not kernel or not exchange or not can_overlap(job):
+        large = [e for e in sent if e.step == "all_reduce" and e.n == job.n][-1:]
+        small = small_gather(job, sent)
+        if not kernel or not large or small is None or not can_overlap(job):
             return False
         figures = self.state.figures
-        alone, sent_s = figures[kernel[0].key][:, 0], float(figures[exchange[0].key][:, 0].max())
+        alone, sent_s, small_s = (
+            figures[kernel[0].key][:, 0],
+            *(float(figures[e.key][:, 0].max()) for e in (large[0], small)),
+        )
 
         def both() -> Callable[[], Floats]:
-            compute, send = job.runner(kernel[0]), runner(job, exchange[0])
+            compute, send = job.runner(kernel[0]), runner(job, large[0])
             # Compiled and run once, before anything runs beside.
             compute()
             send()
             return beside(job, compute, send, alone, sent_s, o.window_s)
 
+        def late(group: Sequence[int]) -> Callable[[], Floats]:
+            mine, send = [i for i in job.local if i in group], runner(job, small)
+            compute = job.runner(kernel[0], mine) if mine else None
+            if compute:
+                compute()
+            send()
+            return delayed(job, compute, send, max(1, round(o.window_s / small_s)))
+
         self._measure(BESIDE, both)
-        return bool(np.isfinite(figures[BESIDE]).all())
+        keys = [BESIDE]
+        for group in speed_groups(job, ran, figures):
+            keys.append(delayed_by(group))
+            self._measure(keys[-1], lambda group=group: late(group))
+        return all(bool(np.isfinite(figures[key]).all()) for key in keys)
 
     def _measure(self, key: str, compiled: Callable[[], Callable[[], Floats]], op: str = "") -> None:
         if key in self.state.figures:

@@ -54,10 +54,12 @@ def print_timeline(out: Console, plan: Plan, top: int) -> None:
 
 
 def contention_lines(plan: Plan) -> Iterable[str]:
-    """How much longer computing takes beside a collective, and where that is from."""
+    """How much longer computing takes beside a collective, and a collective beside it, and where that is from."""
     for kind in dict.fromkeys(plan.used.devices):
         known = "as its description says" if kind.contention is not None else "a default: not measured"
-        yield f"contention     {kind.name}: computing takes {kind.slowdown:g}x as long beside a collective ({known})"
+        late = f", which takes {seconds(kind.contention_delay)} longer then" if kind.contention_delay else ""
+        slower = f"{kind.name}: computing takes {kind.slowdown:g}x as long beside a collective"
+        yield f"contention     {slower} ({known}){late}"
 
 
 def _print_waits(out: Console, plan: Plan, timeline: Timeline, names: Sequence[str], top: int) -> None:

@@ -109,6 +109,8 @@ class CostModel:
         self.overhead, self.bandwidth = self.figures.overhead[self.kind_of], self.figures.bandwidth[self.kind_of]
         self.slowdown = np.array([kind.slowdown for kind in self.kinds])[self.kind_of]
         """float64 [devices]: how many times as long computing takes each while a collective runs."""
+        self.delay = np.array([kind.contention_delay for kind in self.kinds])[self.kind_of]
+        """float64 [devices]: seconds that a collective takes longer which begins while they compute."""
         self.room = room
         self.links = axis_links(cluster, self.axes)
         self._speeds: dict[tuple[str, str], Speeds] = {}

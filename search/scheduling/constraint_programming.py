@@ -42,7 +42,7 @@ def _improved_starts(timeline: Timeline) -> Sequence[int] | None:
     tasks = timeline.tasks
     groups = range(tasks.seconds.shape[1])
     ticks = np.round(tasks.seconds * (_TICKS / timeline.makespan_s)).astype(int)
-    known = simulate(replace(tasks, seconds=ticks, slowdown=None), timeline.order).start.astype(int)
+    known = simulate(replace(tasks, seconds=ticks, slowdown=None, delay=None), timeline.order).start.astype(int)
     latest = int((known + ticks).max())
     model = cp_model.CpModel()
     variable = lambda: model.new_int_var(0, latest, "")

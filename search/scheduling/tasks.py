@@ -100,9 +100,10 @@ class TaskGraph:
     `seconds`: float64 [tasks, groups], how long a task takes each group of devices; those of a collective are alike.
     `group_of`: int [devices]. `instructions`: per task, the program's by their places; none for an argument that is
     fed. `slowdown`: float64 [groups], how many times as long computing takes each while something is sent; None for
-    as long as alone. `sent_in`: of a loop or branch, its seconds in which it sends. `transfers`: of each collective
-    that could go with others. `lowering`: says which may. `unbundled`: the same tasks before collectives were joined;
-    None where none are.
+    as long as alone. `delay`: float64 [groups], seconds that a collective takes longer which begins while each
+    computes; None for none. `sent_in`: of a loop or branch, its seconds in which it sends. `transfers`: of each
+    collective that could go with others. `lowering`: says which may. `unbundled`: the same tasks before collectives
+    were joined; None where none are.
     """
 
     machine: tuple[Machine, ...]
@@ -111,6 +112,7 @@ class TaskGraph:
     instructions: tuple[tuple[int, ...], ...]
     group_of: Ints
     slowdown: Floats | None = None
+    delay: Floats | None = None
     sent_in: Mapping[int, float] = field(default_factory=dict[int, float])
     transfers: Mapping[int, Transfer] = field(default_factory=dict[int, Transfer])
     lowering: LoweringOptions = DEFAULT
@@ -320,6 +322,7 @@ class _Builder:
         found = TaskGraph(
             *graph,
             self.costs.slowdown[alone],
+            self.costs.delay[alone] if self.costs.delay.any() else None,
             self.sent_in,
             self.transfers,
             self.costs.lowering,

@@ -2,8 +2,9 @@
 
 Every device computes its tasks one after another in the order given. A collective starts once all devices have made its
 operand and the link is done with the one before it, in the order given: computing does not wait for it but where its
-result is used, and takes as much longer meanwhile as the devices' contention says. The time counts from a common start,
-all arguments there, to the last result on the last device.
+result is used, and takes as much longer meanwhile as the devices' contention says. A collective that begins while a
+device computes, or that something can be computed beside, takes that device's contention delay longer. The time counts
+from a common start, all arguments there, to the last result on the last device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import mul
 
 import numpy as np
 
@@ -93,12 +95,14 @@ class Simulation:
     users: Sequence[Sequence[int]]
     missing: Sequence[int]
     slowdown: Sequence[float] | None
+    delay: Sequence[float] | None
 
     @classmethod
     def of(cls, tasks: TaskGraph) -> Simulation:
         slowdown = tasks.slowdown
         slower = None if slowdown is None or (slowdown == 1.0).all() else slowdown.tolist()
-        return cls(tasks.machine, tasks.seconds.T.tolist(), tasks.users, [len(m) for m in tasks.makers], slower)
+        delay = None if tasks.delay is None else tasks.delay.tolist()
+        return cls(tasks.machine, tasks.seconds.T.tolist(), tasks.users, [len(m) for m in tasks.makers], slower, delay)
 
     def run(self, order: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
         """When each task starts and ends [groups][tasks], in an order that may leave some out."""
@@ -113,12 +117,12 @@ class Simulation:
         stream = [0.0] * len(groups)
         sent = _Sent()
         queue = iter([t for t in order if machine[t] in (link, everything)])
-        head, free = next(queue, None), 0.0
+        head, free, waits = next(queue, None), 0.0, False
         finished = [t for t in order if not missing[t] and machine[t] is local]
         computed = [t for t in order if machine[t] is compute or machine[t] is everything]
         # Before the first is computed, what waits for nothing is sent.
-        for task in (None, *computed):
-            can_send = task is None or machine[task] is everything
+        for task, coming in zip((None, *computed), (*computed, None), strict=True):
+            can_send, waits = waits or task is None or machine[task] is everything, False
             if task is not None:
                 if missing[task]:
                     raise ValueError(f"task {task} comes before one that it waits for")
@@ -166,14 +170,40 @@ class Simulation:
                     for ready in since:
                         if ready[head] > begun:
                             begun = ready[head]
-                    free = begun + self.seconds[0][head]
+                    alone, late = begun + self.seconds[0][head], 0.0
+                    if self.delay is not None:
+                        is_ready = coming is not None and not missing[coming] and machine[coming] is compute
+                        until = self._computes_until(coming if is_ready else None, alone, stream, since, sent)
+                        if is_ready and max(until) <= begun:
+                            # What is computed beside it is known once that has been computed.
+                            waits = True
+                            break
+                        late = max(map(mul, [end > begun for end in until], self.delay))
+                    if self.slowdown is not None:
+                        sent.occupy(begun, alone)
+                    free = alone + late
                     for _, _, began, ended, _ in columns:
                         began[head], ended[head] = begun, free
-                    if self.slowdown is not None:
-                        sent.occupy(begun, free)
                     finished.append(head)
                     head = next(queue, None)
+                    if self.delay is not None and head is not None:
+                        # What it makes ready may be computed beside the next.
+                        can_send = True
+                        break
         return start, end
+
+    def _computes_until(
+        self, task: int | None, before: float, stream: Sequence[float], since: Sequence[Sequence[float]], sent: _Sent
+    ) -> list[float]:
+        """Of each group when it will have computed a task that it begins `before`, or is done with the one before."""
+        until = [*stream]
+        if task is not None:
+            slowdown = self.slowdown or [1.0] * len(until)
+            for group, (ready, seconds, slow) in enumerate(zip(since, self.seconds, slowdown, strict=True)):
+                now = max(until[group], ready[task])
+                if now < before:
+                    until[group] = sent.computed(now, seconds[task], slow)
+        return until
 
 
 class _Sent:

@@ -35,7 +35,7 @@ def target():
 def plan() -> Plan:
     cluster = slow_cluster((3.0, 1.0), bandwidth=1e8)
     fast, slow = cluster.devices
-    cluster = replace(cluster, devices=(replace(fast, contention=1.25), slow))
+    cluster = replace(cluster, devices=(replace(fast, contention=1.25, contention_delay=1e-3), slow))
     plan = hapsynth.synthesize(mlp_step, mlp_args(), cluster, overlap=True, leave_out=False)
     assert {Machine.COMPUTE, Machine.LINK} <= {*plan.timeline.tasks.machine}
     return plan
@@ -75,7 +75,10 @@ def test_reports_say_what_is_hidden(plan: Plan, capsys: pytest.CaptureFixture[st
         assert bar[1].count("#") / 72 == pytest.approx(computed / plan.cost, abs=0.15)
     assert re.search(r"^collectives +[= ]*=", text, re.M)
     fast, slow = plan.cluster.kinds
-    assert f"{fast.name}: computing takes 1.25x as long beside a collective (as its description says)" in text
+    (line,) = [line for line in text.splitlines() if line.startswith(f"contention     {fast.name}:")]
+    assert line.endswith(
+        "1.25x as long beside a collective (as its description says), which takes 1.000 ms longer then"
+    )
     assert f"{slow.name}: computing takes 1x as long beside a collective (a default: not measured)" in text
 
 

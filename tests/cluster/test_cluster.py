@@ -355,6 +355,17 @@ def test_contention_is_measured_or_the_default_of_the_kind(tmp_path: Path) -> No
         replace(mine, contention=0.9)
 
 
+def test_contention_delay(tmp_path: Path) -> None:
+    text = GOOD.replace("count = 4", 'count = 3\n[[devices]]\nkind = "mine"')
+    cluster = load(
+        tmp_path, text + '[kinds.late]\nbase = "T4"\ncontention_delay = "12 ms"\n[kinds.mine]\nbase = "late"'
+    )
+    assert [kind.contention_delay for kind in cluster.kinds] == [0.0, 0.012]
+    assert Cluster.from_dict(cluster.to_dict()) == cluster
+    with pytest.raises(ClusterError, match="device kind 'mine': contention_delay"):
+        replace(cluster.kinds[1], contention_delay=-1e-3)
+
+
 def test_efficiency_of_single_rates(tmp_path: Path) -> None:
     """What is not named is as in the base; TF32 is apart from float32's ordinary cores."""
     text = """

@@ -80,6 +80,7 @@ BAD_KINDS = {
     "efficiency": ('base = "T4"\nefficiency = 1.5', ["kinds.x.efficiency", "1.5", "at most 1"]),
     "contention": ('base = "T4"\ncontention = 0.5', ["kinds.x.contention", "0.5", "at least 1"]),
     "contention text": ('base = "T4"\ncontention = "2 x"', ["kinds.x.contention", "plain number"]),
+    "contention delay": ('base = "T4"\ncontention_delay = 0.01', ["kinds.x.contention_delay", "us"]),
     "default contention": ('base = "T4"\ndefault_contention = 0', ["kinds.x.default_contention", "greater than zero"]),
     "efficiency of a rate": (
         'base = "T4"\nefficiency = { float16 = 1.5 }',

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile import run
 from hapsynth.profile.cluster_builder import Builder
 from hapsynth.profile.collectives import exchanges, fitted, link_of, rings, runner
-from hapsynth.profile.contention import BESIDE, beside
+from hapsynth.profile.contention import BESIDE, beside, delayed, delayed_by, small_gather
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical
 from hapsynth.profile.op_kernels import kernels
@@ -158,18 +159,54 @@ def test_contention_is_what_a_matmul_takes_longer_beside_a_collective() -> None:
     assert [doubt.keys for doubt in doubts] == [(BESIDE,)]
 
 
+def test_contention_delay_is_what_a_small_collective_takes_longer(tmp_path: Path) -> None:
+    """Eight all-gathers in a row, beside what one kind of device computes, as long as where that is most."""
+    job = FakeJob([1.0, 3.0, 1.0, 3.0])
+    _, sent, _ = figures_of(job)
+    small = small_gather(job, sent)  # type: ignore[arg-type]
+    assert small is not None
+    assert (small.key, small.repeats) == (f"all_gather/hap/{1 << 12}", 8)
+    longer = {delayed_by([0, 2]): [0.0, 0.08, -0.1, 0.07], delayed_by([1, 3]): [-0.01] * 4}
+    seconds = {key: np.array([[exchange_seconds(small) + x, 0.01] for x in more]) for key, more in longer.items()}
+    cluster = built(job, seconds).cluster()
+    assert [kind.contention_delay for kind in cluster.devices] == pytest.approx([0.01, 0.0] * 2)
+    assert [kind.contention_delay for kind in built(job).cluster().kinds] == [0.0, 0.0]
+    cluster.save(tmp_path / "c.toml")
+    assert Cluster.load(tmp_path / "c.toml") == cluster
+
+
+def test_a_delayed_collective_runs_while_all_devices_compute() -> None:
+    computed, sent = threading.Event(), list[bool]()
+
+    def send() -> np.ndarray:
+        # Each waits for what is computed beside it.
+        computed.clear()
+        sent.append(computed.wait(60))
+        return np.array([0.01 * len(sent)])
+
+    once = delayed(FakeJob([1.0]), lambda: (computed.set(), np.array([0.0]))[1], send, 3)  # type: ignore[arg-type]
+    assert once() == pytest.approx([0.02])
+    assert sent == [True] * 3
+    # A process that computes nothing only sends.
+    assert delayed(FakeJob([1.0]), None, lambda: np.array([0.5]), 2)() == pytest.approx([0.5])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("sends_s", "lost"), [(0.0, 0.25), (0.5, 1.0)])
 def test_contention_is_of_what_both_take_together(monkeypatch: pytest.MonkeyPatch, sends_s: float, lost: float) -> None:
-    """Sixteen products of 0.01 s beside eight collectives of 0.01 s take 0.02 s longer, and others that go on after
-    that."""
+    """Sixteen products of 0.011 s beside eight collectives of 0.01 s take 0.02 s longer than right before, and others
+    that go on after that; when they were measured they took less."""
     calls: list[str] = []
-    compute = lambda: (calls.append("compute"), np.array([0.01 + 0.02 / 16, 0.02 + 0.02 / 16]))[1]
+
+    def compute() -> np.ndarray:
+        calls.append("compute")
+        return np.array([0.011, 0.022]) + (0.02 / 16 if "send" in calls or len(calls) > 16 else 0.0)
+
     clock = iter([0.0, sends_s])
     monkeypatch.setattr("hapsynth.profile.contention.perf_counter", lambda: next(clock))
     alone = np.array([0.01, 0.02])
     seconds = beside(FakeJob([2.0, 1.0]), compute, lambda: calls.append("send"), alone, 0.01, 0.08)()  # type: ignore[arg-type]
-    assert (calls.count("send"), calls.count("compute")) == (8, 16)
-    # Of the slower one's 0.32 s as much is lost; what is lost beyond nine tenths is not told apart.
+    assert (calls.count("send"), calls.count("compute")) == (8, 32)
+    # What is lost beyond nine tenths is not told apart.
     assert seconds == pytest.approx(alone / (1 - min(lost, 0.9)))
 
 
@@ -385,7 +422,7 @@ def test_two_processes_profile_each_other(tmp_path: Path) -> None:
     fast, slow = cluster.devices
     assert (fast.name, slow.name) == ("cpu-1", "cpu-2")
     # Measured, in as long as alone: the model's times know no contention.
-    assert (fast.contention, slow.contention) == (1.0, 1.0)
+    assert [(kind.contention, kind.contention_delay) for kind in (fast, slow)] == [(1.0, 0.0)] * 2
     assert fast.bandwidth == pytest.approx(2 * slow.bandwidth, rel=1e-3)
     assert all(kind.curve("matmul", "float32") and kind.memory > 1 << 20 for kind in cluster.kinds)
     ((signature, op),) = fast.ops.items()

@@ -35,7 +35,7 @@ from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress, Result
 from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
-from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of
+from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 from hapsynth.search.solver import Ints
 
@@ -393,11 +393,12 @@ def test_in_a_form_without_overlap_it_is_planned_without() -> None:
 
 
 def test_makespan_and_bound_are_with_contention() -> None:
-    fn, args, cluster = STEPS["layers"]
+    fn, args, cluster = mlp_step, mlp_args(), slow_cluster((3.0, 1.0), bandwidth=1e8)
     for factor in (1.0, 1.5):
         devices = tuple(replace(kind, contention=factor) for kind in cluster.devices)
         task, found = planned(fn, args, replace(cluster, devices=devices))
         tasks = tasks_of(found.program, found.sizes, task.costs)
+        assert Machine.LINK in tasks.machine
         assert simulate(tasks, range(len(tasks.machine))).makespan_s == found.cost_s >= found.lower_bound_s
         assert simulate(replace(tasks, slowdown=None), range(len(tasks.machine))).makespan_s <= found.cost_s
         if factor == 1.0:
@@ -405,3 +406,15 @@ def test_makespan_and_bound_are_with_contention() -> None:
             for field in ("cost_s", "lower_bound_s", "exposed_communication_s", "clocks_s"):
                 assert getattr(plain, field) == getattr(found, field)
             assert plain.program.instructions == found.program.instructions
+
+
+def test_fewer_collectives_are_sent_where_each_is_late() -> None:
+    cluster, sent = slow_cluster((3.0, 1.0), bandwidth=1e8), list[int]()
+    for delay in (0.0, 1e-3):
+        devices = tuple(replace(kind, contention_delay=delay) for kind in cluster.devices)
+        task, found = planned(mlp_step, mlp_args(), replace(cluster, devices=devices))
+        tasks = tasks_of(found.program, found.sizes, task.costs)
+        assert simulate(tasks, range(len(tasks.machine))).makespan_s == found.cost_s >= found.lower_bound_s
+        assert simulate(replace(tasks, delay=None), range(len(tasks.machine))).makespan_s <= found.cost_s
+        sent.append(tasks.machine.count(Machine.LINK))
+    assert 0 < sent[1] < sent[0]

@@ -270,6 +270,52 @@ def test_work_is_done_at_the_rate_that_contention_leaves(seed: int) -> None:
     assert least_makespan(replace(tasks, slowdown=slow)) <= found.makespan_s + 1e-9
 
 
+def test_a_collective_that_begins_beside_computing_is_late() -> None:
+    compute, link = Machine.COMPUTE, Machine.LINK
+
+    def ends(rows: list[tuple[Machine, tuple[float, ...], tuple[int, ...]]], delay: tuple[float, ...]) -> list[float]:
+        found = simulate(replace(graph_of(rows), delay=np.array(delay)), range(len(rows)))
+        return found.end.max(axis=1).tolist()
+
+    first, sent = (compute, (1.0, 1.0), ()), (link, (3.0, 3.0), (0,))
+    # Nothing is computed meanwhile: only what needs it is left.
+    assert ends([first, sent, (compute, (1.0, 1.0), (1,))], (0.5, 0.5)) == [1, 4, 5]
+    # The first group goes on, or both do.
+    assert ends([first, sent, (compute, (2.0, 0.0), (0,))], (0.5, 0.0)) == [1, 4.5, 3]
+    assert ends([first, sent, (compute, (2.0, 2.0), (0,))], (0.5, 0.75)) == [1, 4.75, 3]
+    # What the first makes ready is computed beside the second.
+    rows = [first, sent, (link, (1.0, 1.0), (0,)), (compute, (1.0, 1.0), (1,))]
+    assert ends(rows, (0.5, 0.5)) == [1, 4, 5.5, 5]
+    # Once that has ended, the link sends alone.
+    rows = [first, sent, (compute, (1.0, 1.0), (0,)), (link, (1.0, 1.0), (1,))]
+    assert ends(rows, (0.5, 0.5)) == [1, 4.5, 2, 5.5]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_collective_is_later_than_if_all_were_late(seed: int) -> None:
+    rng = random.Random(5000 + seed)
+    tasks = random_tasks(rng, rng.randint(4, 14), groups=2)
+    order = random_order(rng, tasks)
+    sent = np.array([m is Machine.LINK for m in tasks.machine])
+    all_late = replace(tasks, seconds=tasks.seconds + 2.0 * sent[:, None])
+    least, found, most = (
+        simulate(each, order) for each in (tasks, replace(tasks, delay=np.array([2.0, 2.0])), all_late)
+    )
+    assert (least.end <= found.end + 1e-9).all()
+    assert (found.end <= most.end + 1e-9).all()
+    lengths = (found.end - found.start)[sent]
+    late = lengths[:, 0] > tasks.seconds[sent, 0] + 1
+    assert lengths == pytest.approx(tasks.seconds[sent] + 2.0 * late[:, None])
+    # Late is what a group computes beside, in the time that it takes alone.
+    computed = [t for t, m in enumerate(tasks.machine) if m is Machine.COMPUTE and tasks.seconds[t].any()]
+    for task, is_late in zip(np.flatnonzero(sent), late, strict=True):
+        begun, ended = found.start[task, 0], found.start[task, 0] + tasks.seconds[task, 0]
+        beside = (found.start[computed] < ended - 1e-9) & (found.end[computed] > begun + 1e-9)
+        assert is_late == (beside & (tasks.seconds[computed] > 0)).any()
+    assert sum(waits(found).values(), np.zeros(2)) == pytest.approx(found.exposed, abs=1e-9)
+    assert least_makespan(tasks) <= found.makespan_s + 1e-9
+
+
 def computing(tasks: TaskGraph) -> np.ndarray:
     return tasks.seconds[[m in (Machine.COMPUTE, Machine.EVERYTHING) for m in tasks.machine]].sum(axis=0)
 
