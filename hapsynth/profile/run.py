@@ -174,17 +174,14 @@ class _Measuring:
         if not kernel or not large or small is None or not can_overlap(job):
             return False
         figures = self.state.figures
-        alone, sent_s, small_s = (
-            figures[kernel[0].key][:, 0],
-            *(float(figures[e.key][:, 0].max()) for e in (large[0], small)),
-        )
+        slowest = lambda exchange: float(figures[exchange.key][:, 0].max())
 
         def both() -> Callable[[], Floats]:
             compute, send = job.runner(kernel[0]), runner(job, large[0])
             # Compiled and run once, before anything runs beside.
             compute()
             send()
-            return beside(job, compute, send, alone, sent_s, o.window_s)
+            return beside(job, compute, send, figures[kernel[0].key][:, 0], slowest(large[0]), o.window_s)
 
         def late(group: Sequence[int]) -> Callable[[], Floats]:
             mine, send = [i for i in job.local if i in group], runner(job, small)
@@ -192,7 +189,7 @@ class _Measuring:
             if compute:
                 compute()
             send()
-            return delayed(job, compute, send, max(1, round(o.window_s / small_s)))
+            return delayed(job, compute, send, max(1, round(o.window_s / slowest(small))))
 
         self._measure(BESIDE, both)
         keys = [BESIDE]
