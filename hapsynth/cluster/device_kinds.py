@@ -83,8 +83,8 @@ class DeviceKind:
     `measured`. Not to be changed. `source`: where the figures stand; not compared. `price_per_hour`: of one device, in
     any currency, None where it is not known; not compared. `granularity`: below which sizes it works for nothing.
     `contention`: how many times as long computing takes while a collective runs, measured or stated; None where it is
-    not known, and `default_contention` has to do, which is not compared. `contention_delay`: seconds that a collective
-    takes longer where the device computes as it begins, whose threads wait for a core first.
+    not known, and `default_contention` has to do, which is not compared. `contention_delay`: seconds by which a
+    collective takes longer while the device computes, as its threads wait for a core first.
 
     Raises ClusterError for a figure that is not finite and positive (`overhead` and `contention_delay` may be 0), or a
     contention below 1.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -191,12 +192,10 @@ class _Measuring:
             send()
             return delayed(job, compute, send, max(1, round(o.window_s / slowest(small))))
 
-        self._measure(BESIDE, both)
-        keys = [BESIDE]
-        for group in speed_groups(job, ran, figures):
-            keys.append(delayed_by(group))
-            self._measure(keys[-1], lambda group=group: late(group))
-        return all(bool(np.isfinite(figures[key]).all()) for key in keys)
+        delays = {delayed_by(group): partial(late, group) for group in speed_groups(job, ran, figures)}
+        for key, compiled in {BESIDE: both, **delays}.items():
+            self._measure(key, compiled)
+        return all(bool(np.isfinite(figures[key]).all()) for key in (BESIDE, *delays))
 
     def _measure(self, key: str, compiled: Callable[[], Callable[[], Floats]], op: str = "") -> None:
         if key in self.state.figures:

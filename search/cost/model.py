@@ -110,7 +110,7 @@ class CostModel:
         self.slowdown = np.array([kind.slowdown for kind in self.kinds])[self.kind_of]
         """float64 [devices]: how many times as long computing takes each while a collective runs."""
         self.delay = np.array([kind.contention_delay for kind in self.kinds])[self.kind_of]
-        """float64 [devices]: seconds that a collective takes longer which begins while they compute."""
+        """float64 [devices]: seconds by which a collective takes longer beside computing of each."""
         self.room = room
         self.links = axis_links(cluster, self.axes)
         self._speeds: dict[tuple[str, str], Speeds] = {}

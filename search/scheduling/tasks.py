@@ -100,8 +100,8 @@ class TaskGraph:
     `seconds`: float64 [tasks, groups], how long a task takes each group of devices; those of a collective are alike.
     `group_of`: int [devices]. `instructions`: per task, the program's by their places; none for an argument that is
     fed. `slowdown`: float64 [groups], how many times as long computing takes each while something is sent; None for
-    as long as alone. `delay`: float64 [groups], seconds that a collective takes longer which begins while each
-    computes; None for none. `sent_in`: of a loop or branch, its seconds in which it sends. `transfers`: of each
+    as long as alone. `delay`: float64 [groups], seconds by which a collective takes longer beside computing of each;
+    None for none. `sent_in`: of a loop or branch, its seconds in which it sends. `transfers`: of each
     collective that could go with others. `lowering`: says which may. `unbundled`: the same tasks before collectives
     were joined; None where none are.
     """

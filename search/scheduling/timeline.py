@@ -2,9 +2,9 @@
 
 Every device computes its tasks one after another in the order given. A collective starts once all devices have made its
 operand and the link is done with the one before it, in the order given: computing does not wait for it but where its
-result is used, and takes as much longer meanwhile as the devices' contention says. A collective that begins while a
-device computes, or that something can be computed beside, takes that device's contention delay longer. The time counts
-from a common start, all arguments there, to the last result on the last device.
+result is used, and takes as much longer meanwhile as the devices' contention says. A collective beside which a
+device computes takes that device's contention delay longer. The time counts from a common start, all arguments there,
+to the last result on the last device.
 """
 
 from __future__ import annotations
@@ -111,18 +111,17 @@ class Simulation:
         compute, link, everything, local = Machine.COMPUTE, Machine.LINK, Machine.EVERYTHING, Machine.LOCAL
         start, end, since = ([[0.0] * count for _ in groups] for _ in range(3))
         # Of each group its seconds, when its tasks have what they are made of, start and end, and its slowdown.
-        slowdown = self.slowdown or [1.0] * len(groups)
-        columns = [*zip(self.seconds, since, start, end, slowdown, strict=True)]
+        columns = [*zip(self.seconds, since, start, end, self.factors, strict=True)]
         pairs = [*zip(since, end, strict=True)]
         stream = [0.0] * len(groups)
         sent = _Sent()
         queue = iter([t for t in order if machine[t] in (link, everything)])
-        head, free, waits = next(queue, None), 0.0, False
+        head, free, held_back = next(queue, None), 0.0, False
         finished = [t for t in order if not missing[t] and machine[t] is local]
         computed = [t for t in order if machine[t] is compute or machine[t] is everything]
         # Before the first is computed, what waits for nothing is sent.
         for task, coming in zip((None, *computed), (*computed, None), strict=True):
-            can_send, waits = waits or task is None or machine[task] is everything, False
+            can_send, held_back = held_back or task is None or machine[task] is everything, False
             if task is not None:
                 if missing[task]:
                     raise ValueError(f"task {task} comes before one that it waits for")
@@ -170,18 +169,18 @@ class Simulation:
                     for ready in since:
                         if ready[head] > begun:
                             begun = ready[head]
-                    alone, late = begun + self.seconds[0][head], 0.0
+                    alone, delay = begun + self.seconds[0][head], 0.0
                     if self.delay is not None:
                         is_ready = coming is not None and not missing[coming] and machine[coming] is compute
-                        until = self._computes_until(coming if is_ready else None, alone, stream, since, sent)
-                        if is_ready and max(until) <= begun:
+                        idle = self._idle_from(coming if is_ready else None, alone, stream, since, sent)
+                        if is_ready and max(idle) <= begun:
                             # What is computed beside it is known once that has been computed.
-                            waits = True
+                            held_back = True
                             break
-                        late = max(map(mul, [end > begun for end in until], self.delay))
+                        delay = max(map(mul, [until > begun for until in idle], self.delay))
                     if self.slowdown is not None:
                         sent.occupy(begun, alone)
-                    free = alone + late
+                    free = alone + delay
                     for _, _, began, ended, _ in columns:
                         began[head], ended[head] = begun, free
                     finished.append(head)
@@ -192,18 +191,23 @@ class Simulation:
                         break
         return start, end
 
-    def _computes_until(
+    @cached_property
+    def factors(self) -> Sequence[float]:
+        """How many times as long each group computes while something is sent."""
+        return self.slowdown or [1.0] * len(self.seconds)
+
+    def _idle_from(
         self, task: int | None, before: float, stream: Sequence[float], since: Sequence[Sequence[float]], sent: _Sent
     ) -> list[float]:
-        """Of each group when it will have computed a task that it begins `before`, or is done with the one before."""
-        until = [*stream]
+        """When each group's stream, which ends at `stream`, falls idle if it computes a task next: not counted where
+        that begins no earlier than `before`."""
+        idle = [*stream]
         if task is not None:
-            slowdown = self.slowdown or [1.0] * len(until)
-            for group, (ready, seconds, slow) in enumerate(zip(since, self.seconds, slowdown, strict=True)):
-                now = max(until[group], ready[task])
+            for group, (ready, seconds, slow) in enumerate(zip(since, self.seconds, self.factors, strict=True)):
+                now = max(idle[group], ready[task])
                 if now < before:
-                    until[group] = sent.computed(now, seconds[task], slow)
-        return until
+                    idle[group] = sent.computed(now, seconds[task], slow)
+        return idle
 
 
 class _Sent:
