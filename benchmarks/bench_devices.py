@@ -1,12 +1,13 @@
 """How long planning takes with many devices, and how well it keeps to a time budget.
 
-    python benchmarks/bench_devices.py [--tables unlike,kinds,budget] [--budget 10] [--clock cpu] [--json OUT]
+    python benchmarks/bench_devices.py [--tables unlike,kinds,budget,overlap] [--budget 10] [--clock cpu] [--json OUT]
 
 unlike: a 4-layer MLP's training step on 8 to 128 devices, each of a speed of its own, along one mesh axis and along
 two, with the exponent fitted to the CPU seconds. kinds: BERT-base's step on 64 to 4,096 devices of two and of four
 kinds, whose batch grows with the devices, with and without a budget. budget: the MLP's step on unlike devices within
-`time_budget_s`. Nothing is allocated or run; each row is planned in a process of its own. `over` is the seconds
-beyond the budget: by the wall clock or, where other work has the processor too, by CPU seconds (`--clock cpu`).
+`time_budget_s`. overlap: BERT-base's step with overlap on `mixed8` of examples/, whose slow devices have little memory,
+within ever larger budgets. Nothing is allocated or run; each row is planned in a process of its own. `over` is the
+seconds beyond the budget: by the wall clock or, where other work has the processor too, by CPU seconds (`--clock cpu`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from harness import examples
 from harness.command import Table, in_own_process, names, parser, write_json
 from models import MODELS
 
@@ -30,7 +32,7 @@ UNLIKE = (8, 16, 32, 64, 128)
 GRIDS = {8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16)}
 COUNTS = (64, 256, 1024, 4096)
 KINDS = ("V100-16GB", "P4-8GB", "A100-80GB", "H100-80GB")
-TABLES = ("unlike", "budget", "kinds")
+TABLES = ("unlike", "budget", "kinds", "overlap")
 COLUMNS = {
     "devices": 9,
     "mesh": 8,
@@ -40,6 +42,7 @@ COLUMNS = {
     "over": 7,
     "cpu": 8,
     "used": 6,
+    "step ms": 10,
     "gap": 9,
     "joint": 9,
     "  status": -20,
@@ -91,9 +94,13 @@ def one(row: dict[str, Any]) -> dict[str, Any]:
     """Plan what a row says."""
     axes = row["axes"]
     n = int(np.prod([*axes.values()]))
-    cluster = of_kinds(axes, row["kinds"]) if "kinds" in row else unlike(axes)
+    if "cluster" in row:
+        cluster = examples.cluster(row["cluster"])
+    else:
+        cluster = of_kinds(axes, row["kinds"]) if "kinds" in row else unlike(axes)
     fn, args = MODELS["bert"](n) if "kinds" in row else mlp()
     given = {} if row["budget_s"] is None else {"time_budget_s": row["budget_s"]}
+    given["overlap"] = row["table"] == "overlap"
     if row["clock"] == "cpu":
         time.perf_counter = time.monotonic = time.process_time
     began, cpu = time.perf_counter(), time.process_time()
@@ -128,6 +135,8 @@ def rows(tables: list[str], budget: float, most: int) -> list[dict[str, Any]]:
             for within in (0.3 * budget, budget):
                 row = {"table": "budget, little memory", "kinds": 4, "axes": {"a": a, "b": b}, "budget_s": within}
                 found.append(row)
+    for within in (0.5 * budget, budget, 2 * budget, 4 * budget) if "overlap" in tables else ():
+        found.append({"table": "overlap", "cluster": "mixed8", "axes": {"d": 8}, "kinds": 2, "budget_s": within})
     return [row for row in found if int(np.prod([*row["axes"].values()])) <= most]
 
 
@@ -137,7 +146,8 @@ def line(row: dict[str, Any]) -> list[str]:
     n = int(np.prod(sizes))
     over = "" if budget is None else f"{max(0.0, row['wall_s'] - budget):.1f}"
     gaps = [f"{row[key]:.1e}" for key in ("gap", "joint")]
-    shown = [f"{row['wall_s']:.1f}", over, f"{row['cpu_s']:.1f}", str(row["used"]), *gaps, f"  {row['status']}"]
+    seconds = [f"{row['wall_s']:.1f}", over, f"{row['cpu_s']:.1f}"]
+    shown = [*seconds, str(row["used"]), f"{1e3 * row['step_s']:.2f}", *gaps, f"  {row['status']}"]
     return [
         str(n),
         "x".join(map(str, sizes)),

@@ -39,7 +39,10 @@ _NOTHING_CUT = Restriction(allowed=lambda value, dim: False)
 """For one device."""
 _WORTH = 1.03
 """A set is planned for in earnest where a first look comes to no more than this many times the best makespan."""
-_LEAST_LEFT = 0.3
+_LOOKING = 0.6
+"""Of the time left of a budget, to the end of the first look at a set with overlap: others are to be looked at too, and
+the best to be planned for."""
+_LEAST_LEFT = 0.2
 """Of a time budget: with less no other set is planned for."""
 _CONCLUDING = 0.15
 """Of a time budget, for the bounds of the best plan."""
@@ -227,21 +230,21 @@ class _OverlappedSubsets:
         """As `ClusterPlanner.run`."""
         cluster, whole = self.task.cluster, self.whole
         everyone = tuple(range(cluster.n))
-        if not np.isfinite(whole.explore()):
-            whole.shrink()
-        looks = [_Look(whole.explore_makespans(), everyone, whole)]
         bounds = {devices: self._least.makespan_on(cluster.subset(devices)) for devices in subclusters(cluster)}
+        looks = [self._look(everyone, whole)]
         for devices, bound in sorted(bounds.items(), key=lambda item: (item[1], item[0])):
             if bound < min(looks).makespan_s * (1 - SETTLED / 2) and not self._late(looks):
-                planner = self._planner(devices)
-                planner.explore()
-                looks.append(_Look(planner.explore_makespans(), devices, planner))
+                looks.append(self._look(devices, self._planner(devices)))
         best: Result | None = None
         chosen, with_all = everyone, looks[0].makespan_s
         for look in sorted(looks):
             enough = min(best.cost_s * (1 - SETTLED / 2) if best else np.inf, self.bar)
             look.planner.clock.allow(self._left())
-            if best and (look.planner.makespan_bound >= enough or not look.comes_near(best.cost_s * _WORTH, enough)):
+            if best and (
+                self._late(looks)
+                or look.planner.makespan_bound >= enough
+                or not look.comes_near(best.cost_s * _WORTH, enough)
+            ):
                 continue
             found = look.planner.conclude(enough)
             if look.planner is whole:
@@ -258,6 +261,13 @@ class _OverlappedSubsets:
         efforts = [look.planner.effort for look in looks]
         left_out = None if chosen == everyone else with_all
         return _of_all_sets(best, chosen, self.task, (best.lower_bound_s, joint), bounds, efforts, left_out)
+
+    def _look(self, devices: Devices, planner: Planner) -> _Look:
+        """A first look, whose makespans take a part of the time that is left."""
+        if not np.isfinite(planner.explore()) and planner is self.whole:
+            planner.shrink()
+        with planner.clock.within(_LOOKING):
+            return _Look(planner.explore_makespans(), devices, planner)
 
     def _left(self) -> float:
         """Seconds of the time budget; inf without one."""

@@ -8,7 +8,7 @@ schedule to the program's own order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from hapsynth.instructions.program.program import Program, Property
@@ -22,16 +22,21 @@ _PARTS = tuple(4**k for k in range(1, 9))
 """Of the memory: tensors that are at least so large stay in order."""
 
 
-def schedules_holding_less(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[Program]:
-    """A program in orders of which each holds less than the one before, as a rule, and takes longer."""
+def schedules_holding_less(
+    program: Program, sizes: Sizes, costs: CostModel, stopped: Callable[[], bool] = lambda: False
+) -> Iterator[Program]:
+    """A program in orders of which each holds less than the one before, as a rule, and takes longer; no more once it is
+    `stopped`."""
     tasks, largest = tasks_of(program, sizes, costs, dominated=False), _largest_tensors(program, sizes, costs)
     nbytes = [max((largest[at] for at in places), default=0.0) for places in tasks.instructions]
     before = 0
     for parts in _PARTS:
         large = {task for task, held in enumerate(nbytes) if held >= costs.room.limit / parts}
+        if stopped():
+            return
         if len(large) > before:
             before = len(large)
-            yield ordered(program, schedule(_in_own_order(tasks, large)))
+            yield ordered(program, schedule(_in_own_order(tasks, large), stopped=stopped))
 
 
 def _largest_tensors(program: Program, sizes: Sizes, costs: CostModel) -> list[float]:

@@ -47,20 +47,27 @@ _QUEUES = {Machine.LINK: 0, Machine.COMPUTE: 1, Machine.EVERYTHING: 1, Machine.L
 """Of tasks that wait for one machine; the first goes first where several are free at once."""
 
 
-def schedule(tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf) -> Timeline:
+def _never() -> bool:
+    return False
+
+
+def schedule(
+    tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf, stopped: Callable[[], bool] = _never
+) -> Timeline:
     """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
-    and no other bundles than those that suggest themselves where it takes longer than `bar` seconds with them."""
+    and no other bundles than those that suggest themselves where it takes longer than `bar` seconds with them. Once it
+    is `stopped` it is as with `quick`, or the best until then."""
     order = _of_best_order(tasks.contracted(), quick=True)
     found = _bundled_as_sent(order)
     if found.makespan_s <= bar:
         found = _reordered(rebundled(found))
     if quick:
         return found
-    best = refined(found)
-    if not _is_proved(best):
+    best = refined(found, stopped)
+    if not stopped() and not _is_proved(best):
         # Where latency is much of what is sent, as in data parallelism over a fast network, these end better.
-        best = min(best, refined(_reordered(rebundled(bundled(order)))), key=_makespan)
-    return iterated(best)
+        best = min(best, refined(_reordered(rebundled(bundled(order))), stopped), key=_makespan)
+    return iterated(best, stopped)
 
 
 def _reordered(timeline: Timeline) -> Timeline:
@@ -69,17 +76,18 @@ def _reordered(timeline: Timeline) -> Timeline:
     return min(found, _for_link(found), key=_makespan)
 
 
-def refined(timeline: Timeline) -> Timeline:
-    """The best found of more orders and other bundles in turn, with idle time filled."""
-    best = _in_turn(_bundled_as_sent(min(timeline, _of_best_order(timeline.tasks), key=_makespan)))
-    found = cut(best, partial(_of_best_order, quick=True))
-    if found is not best:
-        best = _in_turn(found)
-    best = filled(best)
-    return best if _is_proved(best) else polished(best)
+def refined(timeline: Timeline, stopped: Callable[[], bool] = _never) -> Timeline:
+    """The best found of more orders and other bundles in turn, with idle time filled; what is left to do once it is
+    `stopped` is left out."""
+    in_turn, cut_in_turn = (partial(f, stopped=stopped) for f in (_in_turn, _cut_in_turn))
+    for improved in (_of_more_orders, _bundled_as_sent, in_turn, cut_in_turn, filled, _polished):
+        if stopped():
+            break
+        timeline = improved(timeline)
+    return timeline
 
 
-def iterated(timeline: Timeline, stopped: Callable[[], bool] = lambda: False) -> Timeline:
+def iterated(timeline: Timeline, stopped: Callable[[], bool] = _never) -> Timeline:
     """A shorter timeline, where one is found by iterated local search (Lourenço, Martin, Stützle 2003): the best so far
     is bundled as sent again from starts that are a little sooner or later, and in the end refined. It ends where
     `stopped`."""
@@ -93,16 +101,26 @@ def iterated(timeline: Timeline, stopped: Callable[[], bool] = lambda: False) ->
         found = min(found, _as_sent(Apart.of(found), backward=not backward), key=_makespan)
         if Trial.of(found).is_better_than(Trial.of(best)):
             best = found
-    return best if best is timeline or stopped() else min(best, refined(best), key=_makespan)
+    return best if best is timeline else min(best, refined(best, stopped), key=_makespan)
 
 
 def _is_proved(timeline: Timeline) -> bool:
     return timeline.makespan_s <= least_makespan(timeline.tasks) * (1 + _LEAST_GAIN)
 
 
-def _in_turn(best: Timeline) -> Timeline:
+def _of_more_orders(timeline: Timeline) -> Timeline:
+    return min(timeline, _of_best_order(timeline.tasks), key=_makespan)
+
+
+def _polished(timeline: Timeline) -> Timeline:
+    return timeline if _is_proved(timeline) else polished(timeline)
+
+
+def _in_turn(best: Timeline, stopped: Callable[[], bool]) -> Timeline:
     """A timeline in other bundles, in another order for these, and bundled as that sends them, in turn."""
     for _ in range(_TURNS):
+        if stopped():
+            break
         found = rebundled(best, trials=MORE_TRIALS)
         found = min(found, _of_best_order(found.tasks), key=_makespan)
         found = _bundled_as_sent(found)
@@ -124,6 +142,12 @@ def _bundled_as_sent(timeline: Timeline) -> Timeline:
             break
         best = found
     return best
+
+
+def _cut_in_turn(timeline: Timeline, stopped: Callable[[], bool]) -> Timeline:
+    """A timeline with bundles cut, and then the others changed in turn, where any is."""
+    found = cut(timeline, partial(_of_best_order, quick=True))
+    return timeline if found is timeline else _in_turn(found, stopped)
 
 
 def _as_sent(apart: Apart, *, backward: bool = False) -> Timeline:

@@ -102,17 +102,15 @@ def best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[Tried
 
 def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Tried | None:
     """A program in an order in which it fits, by the steps that it has or those that go together; None where there is
-    none. Where time has run out it is the order that it has."""
-    candidate, costs = known.candidate, search.task.costs
+    none. Where time has run out it is the order that it has, or the best until then."""
+    candidate, costs, late = known.candidate, search.task.costs, search.clock.late
     timed = partial(_timed, sizes=candidate.sizes, search=search)
-    if search.clock.late():
-        ways = [(candidate.program, known.timeline)]
-    else:
-        ways = [(candidate.program, refined(known.timeline))]
+    ways = [(candidate.program, refined(known.timeline, late))]
+    if not late():
         together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
         if together is not candidate.program:
             tasks = tasks_of(together, candidate.sizes, costs, dominated=False)
-            ways.append((together, refined(schedule(tasks, quick=True))))
+            ways.append((together, refined(schedule(tasks, quick=True), late)))
     fitting = [
         Tried(known, steps, timeline, overlapped)
         for steps, timeline in ways
@@ -120,7 +118,7 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Tried | None:
     ]
     if fitting or candidate.memory > search.limit:
         return min(fitting, key=lambda each: each.makespan_s, default=None)
-    less = schedules_holding_less(candidate.program, candidate.sizes, costs)
+    less = schedules_holding_less(candidate.program, candidate.sizes, costs, late)
     overlapped = next(filter(None, map(timed, less)), None) or timed(candidate.program)
     return overlapped and Tried(known, candidate.program, None, overlapped)
 

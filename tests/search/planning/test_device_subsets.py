@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -255,3 +256,31 @@ def test_ctrl_c_and_the_time_budget_keep_what_was_found() -> None:
     late = ClusterPlanner(Task(graph, UNLIKE, PlanningOptions(time_budget_s=1e-9))).run()
     assert late.cost_s <= Planner(Task(graph, UNLIKE, PlanningOptions(time_budget_s=1e-9))).run().cost_s * (1 + 1e-9)
     assert late.joint_lower_bound_s <= result.cost_s
+
+
+def test_a_budget_with_overlap_leaves_time_for_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by a second each time it is looked at. All devices would take all of the budget."""
+    graph, now = trace(strategies.mlp, ARGS).graph, [0.0]
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    for module in ("effort", "search_at_ratios", "resharding.search"):
+        monkeypatch.setattr(f"hapsynth.search.planning.{module}.time", SimpleNamespace(perf_counter=clock))
+    explore, looked = Planner.explore_makespans, list[int]()
+
+    def dawdling(self: Planner) -> float:
+        found = explore(self)
+        looked.append(self.task.cluster.n)
+        while not self.clock.late():
+            pass
+        return found
+
+    monkeypatch.setattr(Planner, "explore_makespans", dawdling)
+    budget = 10_000.0
+    result = ClusterPlanner(Task(graph, UNLIKE, PlanningOptions(overlap=True, time_budget_s=budget))).run()
+    assert looked[0] == 4
+    assert min(looked) < 4
+    assert now[0] < 1.1 * budget
+    assert result.lower_bound_s <= result.cost_s

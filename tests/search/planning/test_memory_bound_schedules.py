@@ -18,7 +18,7 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, Program
 from hapsynth.search.memory.profile import peak
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
-from hapsynth.search.scheduling.timeline import step_seconds
+from hapsynth.search.scheduling.timeline import Timeline, simulate, step_seconds
 
 
 def forward(ws: list[jax.Array], x: jax.Array) -> jax.Array:
@@ -54,6 +54,32 @@ def test_less_is_held_the_more_tensors_stay_in_order() -> None:
         held.append(peak(program, plan.sizes, costs))
     assert held == sorted(held, reverse=True)
     assert held[0] > held[-1] == peak(plan.program, plan.sizes, costs)
+
+
+def test_no_order_is_sought_once_time_has_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each order takes is much: none is begun, and of the one that is under way no other is tried."""
+    plan = planned(memory_limit=3 << 19)
+    costs, made = plan.cost_model(), list[int]()
+    whole = simulate
+
+    def counted(*args: Any) -> Timeline:
+        made.append(1)
+        return whole(*args)
+
+    monkeypatch.setattr("hapsynth.search.scheduling.list_schedule.simulate", counted)
+    looks: list[int] = []
+    for stops_at in (0, 5, 10_000):
+        made.clear()
+        left = [stops_at]
+
+        def stopped(left: list[int] = left) -> bool:
+            left[0] -= 1
+            return left[0] < 0
+
+        found = list(schedules_holding_less(plan.program, plan.sizes, costs, stopped))
+        assert bool(found) == bool(stops_at)
+        looks.append(len(made))
+    assert looks[0] == 0 < looks[1] < looks[2] / 4, looks
 
 
 def test_gathers_wait_where_memory_is_short() -> None:
