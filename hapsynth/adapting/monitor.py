@@ -27,7 +27,7 @@ from hapsynth.adapting.rebalance import THRESHOLD, Proposal, busy_seconds, propo
 from hapsynth.lower import Staged
 from hapsynth.lower._compute_timer import ComputeTimer
 from hapsynth.running.allgather import gathered
-from hapsynth.running.base import P
+from hapsynth.running.base import P, Planned
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +49,19 @@ class Monitor(Generic[P]):
     the monitor watches the proposed plan, from a new window on.
 
     In a run of several processes each has a monitor with the same options and calls `step` equally often.
-    Raises ValueError for options that are of no use and RuntimeError for a plan without devices.
+    Raises TypeError for what is no plan, ValueError for options that are of no use and RuntimeError for a plan without
+    devices.
     """
 
     def __init__(
         self, plan: P, *, every: int = 100, window: int = 3, threshold: float = THRESHOLD, probe_s: float = 1.0
     ) -> None:
+        given: Any = plan
+        if not isinstance(given, Planned):
+            raise TypeError(
+                f"a monitor watches one plan, and this is {type(given).__name__}; of plans of several functions give "
+                "one, such as plans['train']"
+            )
         for name, value in (("every", every), ("window", window)):
             check_count(name, value)
         if not _is_positive(probe_s):

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from typing import IO, Any, TextIO
 
 import jax
@@ -70,9 +71,9 @@ _MISUSES = (
 
 def run_command(options: argparse.Namespace) -> int:
     """Run one command and return its exit status."""
-    name = f"hapsynth {options.command}"
+    name, session = f"hapsynth {options.command}", _Session(options)
     try:
-        with gc_paused(), _told(name, options), _Session(options) as session:
+        with gc_paused(), _told(name, options), session:
             session.claim(options)
             _in_order(options)
             return _COMMANDS[options.command](options, session)
@@ -93,7 +94,8 @@ def run_command(options: argparse.Namespace) -> int:
             discard_stdout()
         return _fail(name, "standard output", error, MISUSED)
     except KeyboardInterrupt as stop:
-        return _fail(name, "interrupted", KeyboardInterrupt(str(stop) or "nothing written"), INTERRUPTED)
+        written = f"only {', '.join(session.files.written)} written" if session.files.written else "nothing written"
+        return _fail(name, "interrupted", KeyboardInterrupt(str(stop) or written), INTERRUPTED)
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
@@ -157,12 +159,13 @@ class _Session(ExitStack):
         self.json = getattr(options, "json", None) == STDOUT
         """Standard output is for JSON: no report, and output of the model file goes to standard error."""
         self.quiet: bool = options.quiet
+        self.files = Outputs(self.stdout, _inputs(options))
 
     def claim(self, options: argparse.Namespace) -> None:
         """Make sure, before any work, that every output can be written."""
         if self.json:
             self.enter_context(redirect_stdout(sys.stderr))
-        self.files = self.enter_context(Outputs(self.stdout))
+        self.enter_context(self.files)
         if options.command == "search":
             self.files.claim("--plan", options.plan)
         if options.command in ("export", "profile", "view"):
@@ -178,6 +181,13 @@ class _Session(ExitStack):
     @property
     def out(self) -> Console | None:
         return None if self.json or self.quiet else console(self.stdout)
+
+
+def _inputs(options: argparse.Namespace) -> list[Path]:
+    """The files that a command reads."""
+    named = ["file", "cluster", "model", *([] if options.command == "search" else ["plan"])]
+    given = [getattr(options, name, None) for name in named] + getattr(options, "files", [])
+    return [model_path(file) for file in given if isinstance(file, str)]
 
 
 def _in_order(options: argparse.Namespace) -> None:

@@ -1,13 +1,14 @@
 """The command line: `hapsynth COMMAND`, of which `hapsynth --help` lists ten.
 
 The same as `python -m hapsynth`. Exit status: 0 done; 1 nothing fits, or a check failed; 2 bad usage or input, with one
-line on standard error and nothing written; 130 interrupted before there was any plan; that of `launch` is that of the
+line on standard error and nothing written; 130 interrupted before all was written; that of `launch` is that of the
 process that failed first. Ctrl-C later on ends the search with the best plan so far. Where the reader of standard
 output goes away, as `| head` does, the rest of the report is dropped, and the command ends as it would have.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -19,6 +20,9 @@ from hapsynth.cli.options import INTERRUPTED, MISUSED, parser
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; `argv` is by default sys.argv[1:]."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed, as by `>&-`
+            setattr(sys, stream, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     try:
         options = parser().parse_args(argv)
     except SystemExit as stop:

@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,12 +21,15 @@ from hapsynth.report.tables import discard_stdout
 class Outputs:
     """The files that one command writes: `claim` each before the work, `write` them after it.
 
-    Used as a context: leaving it removes files that were claimed and not written. `stdout`: where `-` goes.
+    Used as a context: leaving it removes files that were claimed and not written. `stdout`: where `-` goes; `inputs`:
+    the files that the command reads, of which none is written over. `written`: the names of those that are in place.
     """
 
-    def __init__(self, stdout: IO[str] | None = None) -> None:
+    def __init__(self, stdout: IO[str] | None = None, inputs: Iterable[Path] = ()) -> None:
         self._stdout = stdout or sys.stdout
+        self._inputs = {_resolved(path) for path in inputs}
         self._temporary: dict[str, Path] = {}
+        self.written: list[str] = []
 
     def __enter__(self) -> Outputs:
         return self
@@ -45,6 +48,8 @@ class Outputs:
         path = _resolved(name)
         if name in self._temporary or path in map(_resolved, self._temporary):
             raise UsageError(f"{option} {name}: another output is written to the same file")
+        if path in self._inputs and not _is_special(path):
+            raise UsageError(f"{option} {name}: this command reads that file; give another name")
         if path.is_dir():
             raise UsageError(f"{option} {name}: is a folder; give a file name")
         if _is_special(path):
@@ -66,12 +71,13 @@ class Outputs:
         try:
             if name not in self._temporary:
                 _write_through(path, save)
-                return
-            temporary = self._temporary[name]
-            save(temporary)
-            os.chmod(temporary, _mode(path))
-            os.replace(temporary, path)
-            del self._temporary[name]
+            else:
+                temporary = self._temporary[name]
+                save(temporary)
+                os.chmod(temporary, _mode(path))
+                os.replace(temporary, path)
+                del self._temporary[name]
+            self.written.append(name)
         except OSError as error:
             raise UsageError(f"{name}: can't be written: {error.strerror or error}") from None
 
@@ -88,7 +94,7 @@ class Outputs:
             self.write(name, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def _resolved(name: str) -> Path:
+def _resolved(name: str | Path) -> Path:
     """The file itself behind symbolic links, so that replacing it keeps them."""
     return Path(os.path.realpath(name))
 

@@ -44,7 +44,7 @@ class Transfer:
         operands, self._operands = self._operands, ()
         try:
             if not self._call.is_over:
-                with _jax.no_mesh(), _jax.unlooked():
+                with _jax.no_mesh(), _jax.unlooked(), jax.disable_jit(False):
                     jax.block_until_ready(operands)
                     self.began = time.perf_counter()
                     self._results = self._run(*operands)

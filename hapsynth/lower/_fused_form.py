@@ -49,7 +49,8 @@ class Fused(Lowered):
 
     def __call__(self, stored: Sequence[Any]) -> list[Any]:
         kept = zip((*self.inputs, *self.constants), (*stored, *self.placed_constants), strict=True)
-        with _jax.on_mesh(self.mesh):
+        # Compiled also where JAX runs functions op by op.
+        with _jax.on_mesh(self.mesh), jax.disable_jit(False):
             made = self.run([_exact(storage).joined(x) for storage, x in kept])
         for x, donated in zip(stored, self.donated, strict=True):
             if donated and isinstance(x, Shards):

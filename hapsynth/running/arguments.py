@@ -69,7 +69,7 @@ class Arguments:
                     raise RuntimeError(
                         f"argument {path(i)}, {leaf.dtype}{list(leaf.shape)}, has been deleted: a call of a plan "
                         "consumes carried state (it is donated) and returns its successor; pass that, or plan.shard a "
-                        "copy before the call"
+                        "copy before the call, or plan with carry=[] where this is no state"
                     )
                 shape, dtype = leaf.shape, leaf.dtype
             else:

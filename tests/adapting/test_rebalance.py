@@ -367,6 +367,9 @@ def test_options_of_no_use(plan: Plan) -> None:
     for seconds in no_seconds:
         with pytest.raises(ValueError, match=r"seconds is .*; give the positive seconds"):
             Monitor(plan).step(seconds=seconds)
+    several: Any = {"train": plan}
+    with pytest.raises(TypeError, match=r"watches one plan, and this is dict; .* such as plans\['train'\]"):
+        Monitor(several)
     undeployed = Plan(plan.traced, plan.result, plan.cluster)
     with pytest.raises(RuntimeError, match="no devices to watch"):
         Monitor(undeployed)

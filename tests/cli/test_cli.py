@@ -418,6 +418,30 @@ def test_a_ctrl_c_that_python_drops_is_raised_again(
     assert capsys.readouterr().err == "hapsynth search: interrupted: nothing written\n"
 
 
+def test_a_ctrl_c_after_the_first_file(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is in place is told."""
+
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands.Outputs, "write_json", pressed)
+    argv = ["search", "model.py", "--cluster", "mixed.toml", "--plan", "p.json", "--json", "j.json", "-q"]
+    assert main(argv) == INTERRUPTED
+    assert capsys.readouterr().err == "hapsynth search: interrupted: only p.json written\n"
+    assert (files / "p.json").exists()
+    assert not (files / "j.json").exists()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_stream_is_written_to_in_vain(closed: str, files: Path) -> None:
+    command = f"{sys.executable} -m hapsynth search model.py --cluster mixed.toml --plan p.json {closed}"
+    ended = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (files / "p.json").stat().st_size > 1000
+
+
 def test_a_ctrl_c_while_modules_are_imported(files: Path) -> None:
     """It is raised after the last import: raised in this one it would print a traceback."""
     code = (

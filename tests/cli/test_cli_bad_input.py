@@ -201,6 +201,24 @@ def test_two_outputs_in_one_file(files: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [
+        ["search", "model.py:target", "--cluster", "mixed.toml", "--plan", "model.py"],
+        ["search", "model.py", "--cluster", "mixed.toml", "--json", "./mixed.toml"],
+        ["export", "p.json", "model.py", "-o", "model.py"],
+        ["view", "p.json", "model.py", "-o", "p.json"],
+        ["view", "p.json", "model.py", "--trace", "link.json"],
+        ["profile", "--model", "model.py", "-o", "model.py"],
+    ],
+    ids=lambda argv: " ".join(argv),
+)
+def test_an_output_that_is_an_input(argv: list[str], files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "p.json").write_text("{}")
+    (files / "link.json").symlink_to(files / "p.json")
+    refused(argv, rf"{argv[-2]} \S+: this command reads that file; give another name", files, capsys)
+
+
+@pytest.mark.parametrize(
     ("argv", "pattern"),
     [
         ([], r"hapsynth: error: .*COMMAND.*"),

@@ -132,6 +132,13 @@ def test_carried_state_is_consumed_and_nothing_else() -> None:
     assert plan.lowered.traces == 1
 
 
+def test_stages_run_where_jax_compiles_no_functions() -> None:
+    plan = cut_step("3:1")
+    with jax.disable_jit():
+        made, _ = plan(*plan.shard(*STEP))
+        np.testing.assert_allclose(plan.unshard(made), step(*STEP)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_what_lies_in_the_other_form_is_taken() -> None:
     plan = cut_step("3:1")
     switch = in_form(plan, "switch")
