@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from hapsynth import _jax
 from hapsynth.graph.ir import Graph, Literal, Op
@@ -12,6 +13,10 @@ from hapsynth.instructions.rules.registry import bind, rule_name
 
 _REFUSED = ("UNIMPLEMENTED", "NOT_FOUND", "INVALID_ARGUMENT", "INTERNAL")
 """How an error of XLA's begins that is no lack of memory and no fault of the run."""
+
+
+_LAYOUTS = "compiled for input layouts that disagree"
+"""JAX 0.10.2: arrays of less than a byte an element say that they are of none, and such programs ask for their bits."""
 
 
 class UnsupportedError(RuntimeError):
@@ -26,6 +31,12 @@ def unsupported(graph: Graph, device: Any, error: Exception) -> UnsupportedError
     compiles = isinstance(error, jax.errors.JaxRuntimeError)
     if isinstance(error, _jax.InsideTraceError):
         return None
+    small = sorted({str(value.dtype) for value in graph.values if _is_below_a_byte(value.dtype)})
+    if small and isinstance(error, ValueError) and _LAYOUTS in str(error):
+        return UnsupportedError(
+            f"JAX {jax.__version__} can't pass {' and '.join(small)} to a program that is compiled ahead of time: keep "
+            "such values as int8 between calls, or give form='switch' where one process holds all devices"
+        )
     if not (isinstance(error, (NotImplementedError, TypeError, ValueError)) or str(error).startswith(_REFUSED)):
         return None
     tried: set[str] = set()
@@ -47,6 +58,12 @@ def unsupported(graph: Graph, device: Any, error: Exception) -> UnsupportedError
                 f"{rule_name(op)}{where} of {operands} can't run on {kind}: {said}; compute it in another dtype or form"
             )
     return None
+
+
+def _is_below_a_byte(dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits < 8
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
 
 
 def _compile(op: Op, device: Any, compiles: bool) -> None:

@@ -6,6 +6,7 @@ Each process compiles its own stages; here groups of one process's devices that 
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from hapsynth.instructions.layout import S
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
-from hapsynth.lower import Shards, Staged, lower_staged
+from hapsynth.lower import Shards, Staged, UnsupportedError, lower_staged
 from hapsynth.lower._host_schedule import CollectiveStage, HostCond, HostLoop, LocalStage
 from hapsynth.lower._interpreter import Interpreter
 from hapsynth.plan import Form, Plan
@@ -130,6 +131,17 @@ def test_carried_state_is_consumed_and_nothing_else() -> None:
     np.testing.assert_array_equal(plan.unshard(doubled), 2 * plan.unshard(again))
     assert plan.check(*STEP).ok
     assert plan.lowered.traces == 1
+
+
+def test_values_of_less_than_a_byte() -> None:
+    """They are right, or the error says what to do (JAX 0.10.2)."""
+    q, x = np.arange(-8, 8).astype(jnp.int4).reshape(4, 4), np.ones((8, 4), np.float32)
+    plan = planned(lambda q, x: x @ q.astype(jnp.float32), (q, x), "two")
+    for each in (plan, in_form(plan, "switch")):
+        refused = each is plan and jax.__version_info__ < (0, 11)
+        said = "JAX .* can't pass int4 to .* as int8 .* form='switch'"
+        with pytest.raises(UnsupportedError, match=said) if refused else nullcontext():
+            np.testing.assert_array_equal(each.unshard(each(*each.shard(q, x))), x @ q.astype(np.float32))
 
 
 def test_stages_run_where_jax_compiles_no_functions() -> None:
