@@ -15,7 +15,7 @@ from hapsynth.instructions.program.program import Program, Property
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.memory.profile import MemoryProfile
-from hapsynth.search.scheduling.list_schedule import ordered, schedule
+from hapsynth.search.scheduling.list_schedule import never, ordered, schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 
 _PARTS = tuple(4**k for k in range(1, 9))
@@ -23,7 +23,7 @@ _PARTS = tuple(4**k for k in range(1, 9))
 
 
 def schedules_holding_less(
-    program: Program, sizes: Sizes, costs: CostModel, stopped: Callable[[], bool] = lambda: False
+    program: Program, sizes: Sizes, costs: CostModel, stopped: Callable[[], bool] = never
 ) -> Iterator[Program]:
     """A program in orders of which each holds less than the one before, as a rule, and takes longer; no more once it is
     `stopped`."""

@@ -47,12 +47,13 @@ _QUEUES = {Machine.LINK: 0, Machine.COMPUTE: 1, Machine.EVERYTHING: 1, Machine.L
 """Of tasks that wait for one machine; the first goes first where several are free at once."""
 
 
-def _never() -> bool:
+def never() -> bool:
+    """Work goes on to its end."""
     return False
 
 
 def schedule(
-    tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf, stopped: Callable[[], bool] = _never
+    tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf, stopped: Callable[[], bool] = never
 ) -> Timeline:
     """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
     and no other bundles than those that suggest themselves where it takes longer than `bar` seconds with them. Once it
@@ -76,7 +77,7 @@ def _reordered(timeline: Timeline) -> Timeline:
     return min(found, _for_link(found), key=_makespan)
 
 
-def refined(timeline: Timeline, stopped: Callable[[], bool] = _never) -> Timeline:
+def refined(timeline: Timeline, stopped: Callable[[], bool] = never) -> Timeline:
     """The best found of more orders and other bundles in turn, with idle time filled; what is left to do once it is
     `stopped` is left out."""
     in_turn, cut_in_turn = (partial(f, stopped=stopped) for f in (_in_turn, _cut_in_turn))
@@ -87,7 +88,7 @@ def refined(timeline: Timeline, stopped: Callable[[], bool] = _never) -> Timelin
     return timeline
 
 
-def iterated(timeline: Timeline, stopped: Callable[[], bool] = _never) -> Timeline:
+def iterated(timeline: Timeline, stopped: Callable[[], bool] = never) -> Timeline:
     """A shorter timeline, where one is found by iterated local search (Lourenço, Martin, Stützle 2003): the best so far
     is bundled as sent again from starts that are a little sooner or later, and in the end refined. It ends where
     `stopped`."""
