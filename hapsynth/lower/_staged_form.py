@@ -92,13 +92,9 @@ class Staged(LoweredProgram):
 
     def __call__(self, stored: Sequence[Any]) -> list[Any]:
         """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
-        # Stages are compiled programs, also where JAX runs functions op by op.
-        with jax.disable_jit(False):
-            return self._call(stored)
-
-    def _call(self, stored: Sequence[Any]) -> list[Any]:
         _ = self.compiled
-        with _jax.no_mesh():
+        # Stages are compiled programs, also where JAX runs functions op by op.
+        with _jax.no_mesh(), jax.disable_jit(False):
             run = Run(self, [*stored, *self.placed_constants])
             self.meetings.begin()
             try:

@@ -13,8 +13,6 @@ from hapsynth.instructions.rules.registry import bind, rule_name
 
 _REFUSED = ("UNIMPLEMENTED", "NOT_FOUND", "INVALID_ARGUMENT", "INTERNAL")
 """How an error of XLA's begins that is no lack of memory and no fault of the run."""
-
-
 _LAYOUTS = "compiled for input layouts that disagree"
 """JAX 0.10.2: arrays of less than a byte an element say that they are of none, and such programs ask for their bits."""
 
@@ -31,8 +29,7 @@ def unsupported(graph: Graph, device: Any, error: Exception) -> UnsupportedError
     compiles = isinstance(error, jax.errors.JaxRuntimeError)
     if isinstance(error, _jax.InsideTraceError):
         return None
-    small = sorted({str(value.dtype) for value in graph.values if _is_below_a_byte(value.dtype)})
-    if small and isinstance(error, ValueError) and _LAYOUTS in str(error):
+    if isinstance(error, ValueError) and _LAYOUTS in str(error) and (small := _sub_byte_dtypes(graph)):
         return UnsupportedError(
             f"JAX {jax.__version__} can't pass {' and '.join(small)} to a program that is compiled ahead of time: keep "
             "such values as int8 between calls, or give form='switch' where one process holds all devices"
@@ -60,10 +57,12 @@ def unsupported(graph: Graph, device: Any, error: Exception) -> UnsupportedError
     return None
 
 
-def _is_below_a_byte(dtype: Any) -> bool:
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits < 8
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
+def _sub_byte_dtypes(graph: Graph) -> list[str]:
+    """The names of those that values of a graph have."""
+    each = {value.dtype for value in graph.values}
+    integers = [d for d in each if jnp.issubdtype(d, jnp.integer) and jnp.iinfo(d).bits < 8]
+    floats = [d for d in each if jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).bits < 8]
+    return sorted(map(str, integers + floats))
 
 
 def _compile(op: Op, device: Any, compiles: bool) -> None:

@@ -31,9 +31,9 @@ def schedules_holding_less(
     nbytes = [max((largest[at] for at in places), default=0.0) for places in tasks.instructions]
     before = 0
     for parts in _PARTS:
-        large = {task for task, held in enumerate(nbytes) if held >= costs.room.limit / parts}
         if stopped():
             return
+        large = {task for task, held in enumerate(nbytes) if held >= costs.room.limit / parts}
         if len(large) > before:
             before = len(large)
             yield ordered(program, schedule(_in_own_order(tasks, large), stopped=stopped))

@@ -161,9 +161,9 @@ def test_contention_is_what_a_matmul_takes_longer_beside_a_collective() -> None:
 
 def test_contention_delay_is_what_a_small_collective_takes_longer(tmp_path: Path) -> None:
     """Eight all-gathers in a row, beside what one kind of device computes, as long as where that is most."""
-    job = FakeJob([1.0, 3.0, 1.0, 3.0])
+    job: Any = FakeJob([1.0, 3.0, 1.0, 3.0])
     _, sent, _ = figures_of(job)
-    small = small_gather(job, sent)  # type: ignore[arg-type]
+    small = small_gather(job, sent)
     assert small is not None
     assert (small.key, small.repeats) == (f"all_gather/hap/{1 << 12}", 8)
     longer = {delayed_by([0, 2]): [0.0, 0.08, -0.1, 0.07], delayed_by([1, 3]): [-0.01] * 4}
@@ -177,6 +177,7 @@ def test_contention_delay_is_what_a_small_collective_takes_longer(tmp_path: Path
 
 def test_a_delayed_collective_runs_while_all_devices_compute() -> None:
     computed, sent = threading.Event(), list[bool]()
+    job: Any = FakeJob([1.0])
 
     def send() -> np.ndarray:
         # Each waits for what is computed beside it.
@@ -184,11 +185,11 @@ def test_a_delayed_collective_runs_while_all_devices_compute() -> None:
         sent.append(computed.wait(60))
         return np.array([0.01 * len(sent)])
 
-    once = delayed(FakeJob([1.0]), lambda: (computed.set(), np.array([0.0]))[1], send, 3)  # type: ignore[arg-type]
+    once = delayed(job, lambda: (computed.set(), np.array([0.0]))[1], send, 3)
     assert once() == pytest.approx([0.02])
     assert sent == [True] * 3
     # A process that computes nothing only sends.
-    assert delayed(FakeJob([1.0]), None, lambda: np.array([0.5]), 2)() == pytest.approx([0.5])  # type: ignore[arg-type]
+    assert delayed(job, None, lambda: np.array([0.5]), 2)() == pytest.approx([0.5])
 
 
 @pytest.mark.parametrize(("sends_s", "lost"), [(0.0, 0.25), (0.5, 1.0)])

@@ -6,12 +6,12 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import strategies
+from counting_clock import count_looks
 from jax.sharding import Mesh
 from strategies import gpus, hosts
 
@@ -260,14 +260,7 @@ def test_ctrl_c_and_the_time_budget_keep_what_was_found() -> None:
 
 def test_a_budget_with_overlap_leaves_time_for_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on by a second each time it is looked at. All devices would take all of the budget."""
-    graph, now = trace(strategies.mlp, ARGS).graph, [0.0]
-
-    def clock() -> float:
-        now[0] += 1.0
-        return now[0]
-
-    for module in ("effort", "search_at_ratios", "resharding.search"):
-        monkeypatch.setattr(f"hapsynth.search.planning.{module}.time", SimpleNamespace(perf_counter=clock))
+    graph, now = trace(strategies.mlp, ARGS).graph, count_looks(monkeypatch)
     explore, looked = Planner.explore_makespans, list[int]()
 
     def dawdling(self: Planner) -> float:

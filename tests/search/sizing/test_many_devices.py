@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from counting_clock import count_looks
 from graphs import cluster
 from random_programs import RandomProgram
 from sized_steps import step, three_layers
@@ -250,18 +250,7 @@ def test_a_budget_ends_every_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = trace(step, (STRUCT(256, 256), STRUCT(4096, 256))).graph
     looks: dict[float | None, int] = {}
     for budget in (None, 40.0):
-        now = [0.0]
-
-        def clock(now: list[float] = now) -> float:
-            now[0] += 1.0
-            return now[0]
-
-        for module in (
-            "hapsynth.search.planning.search_at_ratios",
-            "hapsynth.search.planning.effort",
-            "hapsynth.search.planning.resharding.search",
-        ):
-            monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=clock))
+        now = count_looks(monkeypatch)
         result = ClusterPlanner(Task(graph, unlike(32), PlanningOptions(time_budget_s=budget))).run()
         assert result.cost_s >= result.joint_lower_bound_s
         looks[budget] = int(now[0])
@@ -271,24 +260,15 @@ def test_a_budget_ends_every_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_search_is_begun_that_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the first program does not fit, what values are held as becomes a choice: many more states."""
     graph = trace(step, (STRUCT(256, 256), STRUCT(4096, 256))).graph
-    now, sparing = [0.0], list[bool]()
+    sparing = list[bool]()
     build = ChoiceSpace.__init__
 
     def watched(self: ChoiceSpace, *args: Any, **given: Any) -> None:
         sparing.append(given.get("sparing", False))
         build(self, *args, **given)
 
-    def clock() -> float:
-        now[0] += 1.0
-        return now[0]
-
     monkeypatch.setattr(ChoiceSpace, "__init__", watched)
-    for module in (
-        "hapsynth.search.planning.search_at_ratios",
-        "hapsynth.search.planning.effort",
-        "hapsynth.search.planning.resharding.search",
-    ):
-        monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=clock))
+    count_looks(monkeypatch)
     small = cluster([1.0, 2.0, 3.0, 4.0], memory=1e5)
     for budget, said in ((6.0, "no program that fits was found within the time budget"), (None, "no program fits")):
         sparing.clear()
