@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rule_case import CASES, Case
 from rule_cases import NEWER, primitives
+from thoroughness import THOROUGH
 
 from hapsynth.graph.ir import Literal, Op
 from hapsynth.instructions.factors import Cut, Factors, Triple
@@ -44,8 +45,18 @@ def test_every_triple_is_sound(case: Case):
             continue
         if key(op) not in SEEN or op.name == "gather" or op.name.startswith("scatter"):
             SEEN.add(key(op))
-            tried += simulate.trials(op, factors_of(op), operands, owned=True)
+            tried += filter(is_tried, simulate.trials(op, factors_of(op), operands, owned=True))
     simulate.check(tried)
+
+
+def is_tried(trial: simulate.Trial) -> bool:
+    """Of the ways to deal a factor the skewed one with an idle device, and of owners the second: what is compiled takes
+    the time. A thorough run has all, and triples on two axes have equal shares and several idle devices as well."""
+    if THOROUGH or not trial.shares:
+        return True
+    (shares,) = trial.shares.values()
+    owned = trial.factors.is_whole(trial.triples[0])
+    return shares == (0, 1, 0) if owned else len(shares) == 3
 
 
 JOINT = int(os.environ.get("HAPSYNTH_JOINT_TRIALS", "1"))
