@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from cli_model import CLUSTER, MODEL
 
 PLANNED = """
@@ -31,25 +32,6 @@ for axes in ((("hap", 8),), (("a", 2), ("b", 4))):
 """
 
 
-def test_the_hash_seed_changes_nothing() -> None:
-    """On one axis and on two."""
-    here = Path(__file__).parent / "support"
-    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
-    first, second = (
-        subprocess.run(
-            [sys.executable, "-c", PLANNED],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    )
-    assert all('"S(0)' in file for file in first.splitlines()), "something is cut"
-    assert first.count("\n") == 2
-    assert first == second
-
-
 SEVERAL = """
 
 def several():
@@ -57,27 +39,54 @@ def several():
     loss = lambda state, batch: step(state, batch)[1]
     return {"train": step, "eval": loss}, {"train": (state, batch), "eval": (state, batch)}
 """
+# Both in one process for each seed: to import JAX takes longer than to plan.
+SEARCHES = """
+import sys
+
+from hapsynth.cli.main import main
+
+seed = sys.argv[1]
+for target in ("target", "several"):
+    asked = ["search", f"model.py:{target}", "--cluster", "mixed.toml", "--plan", f"{target}{seed}.json", "-q"]
+    assert main([*asked, "--json", f"record{seed}.json"]) == 0
+"""
+SEEDS = ("1", "2")
 
 
-def test_two_searches_write_the_same_file(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what both programs made under each seed."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "model.py").write_text(MODEL + SEVERAL)
+    (folder / "mixed.toml").write_text(CLUSTER)
+    here = Path(__file__).parent / "support"
+    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    for seed in SEEDS:
+        found = subprocess.run(
+            [sys.executable, "-c", PLANNED + SEARCHES, seed],
+            cwd=folder,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        (folder / f"planned{seed}").write_text(found.stdout)
+    return folder
+
+
+def test_the_hash_seed_changes_nothing(made: Path) -> None:
+    """On one axis and on two."""
+    first, second = ((made / f"planned{seed}").read_text() for seed in SEEDS)
+    assert all('"S(0)' in file for file in first.splitlines()), "something is cut"
+    assert first.count("\n") == 2
+    assert first == second
+
+
+def test_two_searches_write_the_same_file(made: Path) -> None:
     """No wall-clock time is in it: `--json` has these."""
-    (tmp_path / "model.py").write_text(MODEL + SEVERAL)
-    (tmp_path / "mixed.toml").write_text(CLUSTER)
-    root = Path(__file__).parent.parent
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    for seed in ("1", "2"):
-        for target in ("target", "several"):
-            asked = ["search", f"model.py:{target}", "--cluster", "mixed.toml", "--plan", f"{target}{seed}.json"]
-            subprocess.run(
-                [sys.executable, "-m", "hapsynth", *asked, "--json", f"record{seed}.json"],
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-                capture_output=True,
-                check=True,
-            )
     for target in ("target", "several"):
-        first, second = ((tmp_path / f"{target}{seed}.json").read_bytes() for seed in ("1", "2"))
+        first, second = ((made / f"{target}{seed}.json").read_bytes() for seed in SEEDS)
         assert first == second
         assert b'"S(0)' in first
-    for seed in ("1", "2"):
-        assert '"total_s": ' in (tmp_path / f"record{seed}.json").read_text()
+    for seed in SEEDS:
+        assert '"total_s": ' in (made / f"record{seed}.json").read_text()
