@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from thoroughness import THOROUGH
 
 ROOT = Path(__file__).parents[2]
 SAYS = {
@@ -47,13 +48,19 @@ SAYS = {
 }
 
 
+# The same is said of the same fault at another time: beside a collective, before the first plan, in the tenth step.
+LEFT_OUT = () if THOROUGH else ("killed", "srun_loading", "srun_first_step")
+SAMPLE = "SIGKILL:training:1", "exit0:initialize:1", "launcher-SIGKILL:planning:0"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all the jobs of faulty_jobs.py left."""
     made = tmp_path_factory.mktemp("jobs")
     paths = [ROOT, ROOT / "tests" / "support"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    subprocess.run([sys.executable, ROOT / "tests" / "support" / "faulty_jobs.py", made], env=env, check=True)
+    run = [sys.executable, ROOT / "tests" / "support" / "faulty_jobs.py", made, *LEFT_OUT]
+    subprocess.run(run, env=env, check=True)
     return made
 
 
@@ -62,7 +69,7 @@ def ended(folder: Path, job: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", SAYS)
+@pytest.mark.parametrize("job", [job for job in SAYS if job not in LEFT_OUT])
 def test_a_fault_ends_the_job_with_one_message(folder: Path, job: str) -> None:
     assert 0 not in ended(folder, job)
     for rank, says in SAYS[job].items():
@@ -98,15 +105,18 @@ def test_a_batch_systems_variables_are_enough(folder: Path, job: str) -> None:
 def test_a_sample_of_the_table_of_faults(tmp_path: Path) -> None:
     """benchmarks/faults.py: launched jobs of three processes all end in time, name who failed and leave nothing."""
     table = tmp_path / "faults.json"
-    run = [sys.executable, ROOT / "benchmarks" / "faults.py", "--sample", "--json", table]
+    # Ctrl-C and an exception have jobs of this file and of test_jobs.py besides.
+    some = ["--sample"] if THOROUGH else ["--only", f"^({'|'.join(SAMPLE)})$"]
+    run = [sys.executable, ROOT / "benchmarks" / "faults.py", *some, "--json", table]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     outcomes = json.loads(table.read_text())
-    assert len(outcomes) == 5, done.stderr
+    assert len(outcomes) == (5 if THOROUGH else len(SAMPLE)), done.stderr
     assert not [o for o in outcomes if o["wrong"] or o["left"]], done.stdout
     says = {o["trial"]: o["message"] for o in outcomes}
     assert "process 1 on" in says["SIGKILL:training:1"]
     assert "was killed by signal 9 (SIGKILL)" in says["SIGKILL:training:1"]
     assert re.search("process 1 .* wait for it in jax.distributed.initialize", says["exit0:initialize:1"])
-    assert re.search("interrupted: SIGINT came to the launcher on .*", says["launcher-SIGINT:training:0"])
-    assert re.search("process 1 .* ended with ValueError: a bad batch", says["exception:planning:1"])
     assert re.search("the launcher on .* has died: .* process 0 .* process 2", says["launcher-SIGKILL:planning:0"])
+    if THOROUGH:
+        assert re.search("interrupted: SIGINT came to the launcher on .*", says["launcher-SIGINT:training:0"])
+        assert re.search("process 1 .* ended with ValueError: a bad batch", says["exception:planning:1"])
