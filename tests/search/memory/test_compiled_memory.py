@@ -66,7 +66,7 @@ def _added(used: Any) -> int:
 def clipped(form: Form) -> Plan:
     """AdamW with clipping, two devices that have hardly more than the state; the second a third of the first's memory
     where it may hold less."""
-    fn, args = models.mlp(1, layers=4, config=models.Perceptron(batch=16, width=128, classes=32))
+    fn, args = models.mlp(1, layers=3, config=models.Perceptron(batch=16, width=128, classes=32))
     state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[0]))
     cluster = slow_cluster([1.0, 1.0])
     parts = (0.75, 0.25) if form == "staged" else (0.5, 0.5)

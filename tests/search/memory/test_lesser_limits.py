@@ -77,12 +77,12 @@ def test_remedies_raise_what_is_too_low(files: Path, capsys: pytest.CaptureFixtu
     """The limit, the devices' own memory, or both."""
     text = (files / "mixed.toml").read_text()
     for kind in ("V100-16GB", "P4-8GB"):
-        text += f'[kinds.{kind}]\nflops = {{ float32 = "5 TFLOP/s" }}\nbandwidth = "192 GB/s"\nmemory = "64 KiB"\n'
+        text += f'[kinds.{kind}]\nflops = {{ float32 = "5 TFLOP/s" }}\nbandwidth = "192 GB/s"\nmemory = "1 MiB"\n'
     (files / "small.toml").write_text(text)
     devices = "of the 4 V100-16GB, the 4 P4-8GB"
     for cluster, limit, change in (
-        ("mixed.toml", "64 KiB", r"with a memory limit of \d+ KiB"),
-        ("small.toml", "64 KiB", rf"with a memory limit of \d+ KiB, and as much on each {devices}"),
+        ("mixed.toml", "1 MiB", r"with a memory limit of \d+ KiB"),
+        ("small.toml", "1 MiB", rf"with a memory limit of \d+ KiB, and as much on each {devices}"),
         ("small.toml", "4 GiB", rf"with \d+ KiB on each {devices}"),
     ):
         asked = ["--memory-limit", limit, "--advise", "--json", "out.json"]

@@ -17,6 +17,7 @@ from pairwise_problems import random_problem
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
+from hapsynth.instructions.program.program import Compute
 from hapsynth.instructions.program.sizes import Classes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.cost.model import CostModel
@@ -145,7 +146,7 @@ def test_the_least_program_is_found_and_named() -> None:
 
 
 def test_a_program_fits_in_another_order_than_the_source() -> None:
-    """Of four layers with clipping and momentum: an update runs before the gradients that come after its own."""
+    """Of three layers with clipping and momentum: an update runs before the gradients that come after its own."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 
     def step(state: Any, batch: Any) -> Any:
@@ -158,12 +159,15 @@ def test_a_program_fits_in_another_order_than_the_source() -> None:
         updates, opt = optimizer.update(jax.grad(loss)(state["params"]), state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
 
-    params = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
+    params = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 3
     state = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
     graph = trace(step, (state, jax.ShapeDtypeStruct((64, 256), jnp.float32))).graph
     even = cluster([1.0] * 4, bandwidth=1e8, latency=1e-3)
-    limit = 0.28 * max(Planner(Task(graph, even)).run().memory_bytes)
-    assert max(Planner(Task(graph, even, PlanningOptions(memory_limit=limit))).run().memory_bytes) <= limit
+    limit = 0.285 * max(Planner(Task(graph, even)).run().memory_bytes)
+    found = Planner(Task(graph, even, PlanningOptions(memory_limit=limit))).run()
+    assert max(found.memory_bytes) <= limit
+    ran = [i.op for i in found.program.instructions if isinstance(i, Compute)]
+    assert ran != sorted(ran)
 
 
 @pytest.mark.parametrize("resources", [0, 1, 2])
