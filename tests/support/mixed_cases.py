@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.dynamic_scale import DynamicScale
+from thoroughness import THOROUGH
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 bf16, f16, f32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -115,7 +116,7 @@ def loss_scaling() -> Step:
 
 
 def gpt() -> Step:
-    """A bfloat16 GPT of two blocks: float32 softmax, norms, logits and accumulators of the attention's products."""
+    """A bfloat16 GPT of one block, or in thorough runs two: float32 softmax, norms, logits and accumulators of the attention's products."""
     draw = draws(4)
     heads, tokens, rows, words = 2, 8, 8, 24
 
@@ -123,7 +124,7 @@ def gpt() -> Step:
         wide = lambda m, n: draw(m, n, by=m**-0.5)
         return {"qkv": wide(WIDTH, 3 * WIDTH), "o": wide(WIDTH, WIDTH), "up": wide(WIDTH, 32), "down": wide(32, WIDTH)}
 
-    params = {"embed": draw(words, WIDTH), "at": draw(tokens, WIDTH), "blocks": [block(), block()]}
+    params = {"embed": draw(words, WIDTH), "at": draw(tokens, WIDTH), "blocks": [block() for _ in range(1 + THOROUGH)]}
 
     def norm(x: Any) -> Any:
         wide = x.astype(f32)
