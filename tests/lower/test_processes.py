@@ -1,6 +1,7 @@
 """A plan run by two processes of one CPU device each, joined by gloo."""
 
 import re
+from functools import cache
 
 import pytest
 from two_processes import run_two
@@ -70,7 +71,7 @@ CODE = """
 """
 
 
-FED = """
+HEAD = """
     import sys
     import jax
     import jax.numpy as jnp
@@ -81,6 +82,10 @@ FED = """
     from slow_devices import slow_cluster
 
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+    mesh = Mesh(np.array(jax.devices()), ("hap",))
+"""
+
+FED = """
     me = jax.process_index()
 
     def step(state, x):
@@ -93,7 +98,6 @@ FED = """
     want = given = (w, np.zeros_like(w), np.int32(0))
     for _ in range(4):
         want, _ = jax.jit(step)(want, x)
-    mesh = Mesh(np.array(jax.devices()), ("hap",))
     fixed = {"[0][0]": "S(0)", "[1]": "S(0)"}
     plan = hapsynth.synthesize(step, (given, x), mesh, cluster=slow_cluster((1, 1)), fixed=fixed, form="staged")
 
@@ -144,20 +148,10 @@ FED = """
     lone = {name: hapsynth.synthesize(step, (given, x), end, cluster=slow_cluster((1,))) for name, end in ends.items()}
     apart = hapsynth.autotune(lone, given, x, steps=1)
     assert len(apart.seconds) == 2 and min(apart.seconds.values()) > 0
-    print("right", plan.sizes.shares, found.name, found.seconds, apart.name, apart.seconds)
+    print("fed", plan.sizes.shares, found.name, found.seconds, apart.name, apart.seconds)
 """
 
 SEVERAL = """
-    import sys
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh
-    import hapsynth
-    from slow_devices import slow_cluster
-
-    jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-
     def evaluate(state, x):
         return (jnp.tanh(x @ state["w"]) ** 2).mean()
 
@@ -176,7 +170,7 @@ SEVERAL = """
     plans = hapsynth.synthesize(
         {"train": train, "eval": evaluate, "init": init},
         {"train": (example, x), "eval": (example, x), "init": (key,)},
-        Mesh(np.array(jax.devices()), ("hap",)),
+        mesh,
         cluster=slow_cluster((3, 1)),
         fixed={"[0]['w']": "S(0)", "[0]['m']": "S(0)"},
         form="staged",
@@ -193,7 +187,7 @@ SEVERAL = """
         (state, value), (want, loss) = plan(state, batch), jax.jit(train)(want, batch)
         near(plan.unshard(value), loss)
         jax.tree.map(near, plan.unshard(state), want)
-    print("right", plans.layouts, short.sizes.shares)
+    print("several", plans.layouts, short.sizes.shares)
 """
 
 
@@ -213,15 +207,25 @@ def test_state_and_keys_are_placed_among_processes() -> None:
         assert int(held) + int(rest) == 48 * 64 * 4
 
 
+@cache
+def fed_and_several() -> list[str]:
+    """Both by the same two processes, which take longer to start than for either."""
+    return two(HEAD + SEVERAL + FED)
+
+
+def ended(said: str, what: str) -> str:
+    """The line that is printed at its end."""
+    (line,) = (line for line in said.splitlines() if line.startswith(f"{what} "))
+    return line
+
+
 @pytest.mark.slow
 def test_processes_feed_their_own_rows_and_are_rebalanced() -> None:
-    first, second = two(FED)
-    assert "right" in first
-    assert first.splitlines()[-1] == second.splitlines()[-1]
+    first, second = (ended(said, "fed") for said in fed_and_several())
+    assert first == second
 
 
 @pytest.mark.slow
 def test_processes_keep_one_state_for_several_functions_and_shapes() -> None:
-    first, second = two(SEVERAL)
-    assert "right" in first
-    assert first.splitlines()[-1] == second.splitlines()[-1]
+    first, second = (ended(said, "several") for said in fed_and_several())
+    assert first == second
