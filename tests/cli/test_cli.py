@@ -434,6 +434,7 @@ def test_a_ctrl_c_after_the_first_file(
     assert not (files / "j.json").exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_closed_stream_is_written_to_in_vain(closed: str, files: Path) -> None:
     command = f"{sys.executable} -m hapsynth search model.py --cluster mixed.toml --plan p.json {closed}"

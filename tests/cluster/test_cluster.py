@@ -14,9 +14,10 @@ import jax
 import numpy as np
 import pytest
 from cluster_files import CARD, GOOD, WIRE, load
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
+from thoroughness import THOROUGH
 
 import hapsynth
 from hapsynth.cluster import _units
@@ -130,6 +131,7 @@ kind_figures = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=100 if THOROUGH else 40)
 @given(
     kinds=st.lists(kind_figures, min_size=1, max_size=3),
     places=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), min_size=1, max_size=12),

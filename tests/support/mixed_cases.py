@@ -116,7 +116,8 @@ def loss_scaling() -> Step:
 
 
 def gpt() -> Step:
-    """A bfloat16 GPT of one block, or in thorough runs two: float32 softmax, norms, logits and accumulators of the attention's products."""
+    """A bfloat16 GPT of one block, or in thorough runs two: float32 softmax, norms, logits and accumulators of the
+    attention's products."""
     draw = draws(4)
     heads, tokens, rows, words = 2, 8, 8, 24
 

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graphs import cluster, device
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from slow_devices import first_devices, untiled
 from test_joint_refinement import just
+from thoroughness import THOROUGH
 
 import hapsynth
 from hapsynth._quantities import seconds as quantity
@@ -128,6 +129,7 @@ def test_hosts_that_two_groups_share() -> None:
     assert [link.shifts for link in axis_links(where, (("a", 2), ("b", 2)))] == [(2.0,), (0.1,)]
 
 
+@settings(max_examples=100 if THOROUGH else 50)
 @given(st.data())
 def test_least_of_a_range_is_no_more_than_any_in_it_takes(data: st.DataObject) -> None:
     n = data.draw(st.integers(2, 6))
@@ -262,9 +264,10 @@ def test_closer_joint_bounds_hold_at_all_ratios(sent: float) -> None:
     assert plan.joint_lower_bound < closer.joint_lower_bound <= min(plan.cost, *costs) * (1 + 1e-9)
 
 
-SHARES = (0.25, 0.3, 0.4, 0.5, 0.55, 0.7, 0.85, 1.0)
+SHARES = (0.25, 0.3, 0.4, 0.5, 0.55, 0.7, 0.85, 1.0) if THOROUGH else (0.25, 0.4, 0.55, 0.85)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("form", ["switch", "staged"])
 @pytest.mark.parametrize("ratios", [(0.5, 0.25, 0.125, 0.125), (0.5, 0.5, 0.0, 0.0), (0.4, 0.35, 0.15, 0.1)])
 def test_it_gives_the_same(ratios: tuple[float, ...], form: Form, tmp_path: Path) -> None:
