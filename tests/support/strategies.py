@@ -124,7 +124,7 @@ def language_args(tokens: int, vocab: int, width: int, hidden: int) -> Arguments
 # Expert parallelism
 
 
-def experts_loss(p: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _experts(p: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
     """GShard's layer (Lepikhin et al. 2020) with one expert per token, behind a dense layer."""
     x, y = batch
     x = jnp.tanh(x @ p["dense"])
@@ -140,7 +140,7 @@ def experts_loss(p: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.mean((jnp.einsum("gsec,egcd->gsd", gates[..., None] * mask, out) - y) ** 2)
 
 
-experts: Step = sgd(experts_loss)
+experts: Step = sgd(_experts)
 """A mixture of experts on groups of tokens [groups, tokens, width]; the experts have two places per token in all."""
 
 
