@@ -28,6 +28,7 @@ def test_rows_and_the_milp_beside(tmp_path: Path) -> None:
     assert 0 < row["trace_s"] < row["total_s"]
 
 
+@pytest.mark.few(0)
 def test_growth_with_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     assert run("--only", "", "--layers", "1,2", "--milp", "0", "--json", str(file)) == 0

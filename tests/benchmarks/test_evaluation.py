@@ -76,6 +76,8 @@ def test_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[2].startswith("| poplar_b | mlp 1 | ")
 
 
+# A row's sums are above, the baselines' makespans in tests/search/planning/test_baseline_subsets.py.
+@pytest.mark.few(0)
 def test_a_row_of_makespans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     options = ("--only", "mlp", "--cluster", "poplar_b", "--layers", "1", "--markdown", "--json", str(file))
