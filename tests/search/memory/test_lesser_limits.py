@@ -73,23 +73,32 @@ def test_on_the_command_line(files: Path, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == ""
 
 
-def test_remedies_raise_what_is_too_low(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+DEVICES = "of the 4 V100-16GB, the 4 P4-8GB"
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("cluster", "limit", "change"),
+    [
+        ("mixed.toml", "1 MiB", r"with a memory limit of \d+ KiB"),
+        ("small.toml", "1 MiB", rf"with a memory limit of \d+ KiB, and as much on each {DEVICES}"),
+        ("small.toml", "4 GiB", rf"with \d+ KiB on each {DEVICES}"),
+    ],
+    ids=["the limit", "both", "their own"],
+)
+def test_remedies_raise_what_is_too_low(
+    cluster: str, limit: str, change: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The limit, the devices' own memory, or both."""
     text = (files / "mixed.toml").read_text()
     for kind in ("V100-16GB", "P4-8GB"):
         text += f'[kinds.{kind}]\nflops = {{ float32 = "5 TFLOP/s" }}\nbandwidth = "192 GB/s"\nmemory = "1 MiB"\n'
     (files / "small.toml").write_text(text)
-    devices = "of the 4 V100-16GB, the 4 P4-8GB"
-    for cluster, limit, change in (
-        ("mixed.toml", "1 MiB", r"with a memory limit of \d+ KiB"),
-        ("small.toml", "1 MiB", rf"with a memory limit of \d+ KiB, and as much on each {devices}"),
-        ("small.toml", "4 GiB", rf"with \d+ KiB on each {devices}"),
-    ):
-        asked = ["--memory-limit", limit, "--advise", "--json", "out.json"]
-        assert main(["search", "model.py", "--cluster", cluster, *asked]) == 1
-        assert capsys.readouterr().err.count("warning") == (limit == "4 GiB")
-        found = json.loads((files / "out.json").read_text())
-        assert any(re.fullmatch(change, r["change"]) and r["cost_s"] for r in found["remedies"]), found["remedies"]
+    asked = ["--memory-limit", limit, "--advise", "--json", "out.json"]
+    assert main(["search", "model.py", "--cluster", cluster, *asked]) == 1
+    assert capsys.readouterr().err.count("warning") == (limit == "4 GiB")
+    found = json.loads((files / "out.json").read_text())
+    assert any(re.fullmatch(change, r["change"]) and r["cost_s"] for r in found["remedies"]), found["remedies"]
 
 
 def test_a_mesh_of_its_own_devices() -> None:
