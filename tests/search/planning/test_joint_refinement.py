@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from resharing import arguments, pooled, running_step, step_arguments
 from resharing import cluster as new_and_old
 from test_search import brute_force
+from thoroughness import THOROUGH
 
 import hapsynth
 from hapsynth.cli.main import main
@@ -148,7 +149,7 @@ def least_at_ratios(costs: CostModel) -> Iterator[tuple[Floats, float]]:
         yield weights, brute_force(ProblemBuilder(structure, costs, named(costs, weights)))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(10))
 def test_no_program_at_any_ratios_is_below_the_bound(seed: int) -> None:
     """All sequences of instructions, at a grid of ratios."""
@@ -203,7 +204,7 @@ TASKS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "bandwidth"), [*product(TASKS, ["100 MB/s", "400 MB/s", "2 GB/s", "20 GB/s"])])
 def test_no_program_that_communicates_or_changes_its_ratio_is_below_the_bound(name: str, bandwidth: str) -> None:
     """The best program whose instructions are each at one of two ratios, resharing between them where that pays."""
@@ -223,7 +224,7 @@ def test_no_program_that_communicates_or_changes_its_ratio_is_below_the_bound(na
     assert max(gained) > 1
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bandwidth", ["100 MB/s", "2 GB/s"])
 @pytest.mark.parametrize("name", TASKS)
 def test_nothing_costs_more_than_at_ratios_in_its_ranges(name: str, bandwidth: str) -> None:
@@ -287,7 +288,7 @@ class _TwoRatios(BuilderOfWays):
         return not (step.recuts and self.whole[value])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_ranges_hold_what_works_take_at_their_shares(seed: int) -> None:
     """Random works and shares: each takes at least as long as the range says in which its largest share lies, and some
@@ -395,6 +396,7 @@ def test_so_does_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert json.loads(Path("out.json").read_text())["joint_gap"] <= 0.02
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_within_limits_of_memory_too(exact: bool) -> None:
     graph = trace(deep, ARGS).graph
@@ -433,10 +435,10 @@ def test_no_program_that_fits_is_below_the_bound(bandwidth: float, exact: bool) 
     costs = CostModel(graph, devices, FactorTable(graph), room=MemoryBudget((1e9, 1e9), exact=exact))
     structure, rng = ChoiceSpace(graph, costs.table, sparing=True), np.random.default_rng(7)
     programs: list[tuple[float, float, float]] = []
-    for first in (0.25, 0.5, 0.625, 0.75, 0.875):
+    for first in (0.25, 0.5, 0.625, 0.75, 0.875) if THOROUGH else (0.5, 0.75, 0.875):
         ratios = named(costs, np.array([first, 1 - first]))
         builder = ProblemBuilder(structure, costs, ratios)
-        for price in 10.0 ** rng.uniform(-12, -7, 12):
+        for price in 10.0 ** rng.uniform(-12, -7, 12 if THOROUGH else 8):
             counted = MemoryConstraints(builder, at_least=False).problem({int(rng.integers(len(graph.ops))): np.inf})
             used = counted.resources[0].usage
             priced = Problem(tuple(u + price * b for u, b in zip(counted.unary, used, strict=True)), counted.edges)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from control_cases import CASES, floats
 from orders import random_order
 from random_programs import mlp_args, mlp_step
 from slow_devices import first_devices, slow_cluster
+from thoroughness import THOROUGH
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster
@@ -45,6 +47,7 @@ TINY = {
     "two uses": lambda x, w: (jnp.sin(x), w * x.sum()),
 }
 ROUNDING = 1 + 1e-9
+MANY = 20 if THOROUGH else 8
 _MOST = 300
 
 
@@ -80,6 +83,7 @@ def least_makespan_of(given: Space, rng: random.Random) -> float:
     return found
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("contention", [1.0, 1.5])
 @pytest.mark.parametrize("bandwidth", [1e8, 1e11])
 @pytest.mark.parametrize("name", TINY)
@@ -107,7 +111,7 @@ def test_no_program_of_a_branch_is_below_its_bound(name: str) -> None:
     assert search.bound == min(branch.bound for branch in search.branches)
     least = dict.fromkeys(search.branches, np.inf)
     found = [(x.seen.choices, x.makespan_s) for x in search.scheduled]
-    found += [(x, schedule(tasks).makespan_s) for x, _, tasks in programs(given, 20, seed=1, frugal=True)]
+    found += [(x, schedule(tasks).makespan_s) for x, _, tasks in programs(given, MANY, seed=1, frugal=True)]
     for choices, makespan_s in found:
         (of,) = (branch for branch in search.branches if branch.has(choices))
         least[of] = min(least[of], makespan_s)
@@ -152,7 +156,7 @@ def scheduled(given: Space, choices: Ints) -> tuple[Candidate, TaskGraph]:
 
 
 # Without contention at one bandwidth: `test_no_program_in_any_order_is_below_the_bound` has it at others.
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "bandwidth", "contention"),
     [(name, *on) for name in TINY for on in ((1e8, 1.5), (1e10, 1.0), (1e10, 1.5), (1e11, 1.5))],
@@ -234,6 +238,14 @@ def planned(fn: Callable[..., Any], args: Any, cluster: Cluster, **options: Any)
     return task, Planner(task).run()
 
 
+@cache
+def on_two(**figures: float) -> tuple[Task, Result]:
+    """A step of two layers on two devices whose kinds have these figures of what collectives do beside computing."""
+    fn, args, _ = STEPS["layers"]
+    cluster = slow_cluster((3.0, 1.0), bandwidth=1e8)
+    return planned(fn, args, replace(cluster, devices=tuple(replace(kind, **figures) for kind in cluster.devices)))
+
+
 STEPS = {
     "training": (mlp_step, mlp_args(), FOUR),
     "layers": (layers, ({"a": floats(64, 96), "b": floats(96, 64)}, floats(80, 64)), FOUR),
@@ -242,7 +254,7 @@ STEPS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_the_cost_is_the_makespan_of_the_program_in_its_order(name: str) -> None:
     task, found = planned(*STEPS[name])
@@ -269,7 +281,7 @@ def test_kinds_that_differ_in_memory_alone() -> None:
     assert found.clocks_s["compute larger"] == found.clocks_s["compute x1.0"] > 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "bandwidth"), [("layers", 3e7), ("layers", 1e9), ("training", 3e9)])
 def test_no_set_of_devices_that_is_looked_at_is_better(name: str, bandwidth: float) -> None:
     fn, args, _ = STEPS[name]
@@ -363,6 +375,7 @@ def test_little_time_and_an_interruption() -> None:
     assert simulate(tasks, range(len(tasks.machine))).makespan_s == interrupted.cost_s
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mlp", "scan"])
 def test_it_runs_and_is_saved(name: str, tmp_path: Path) -> None:
     fn, args = (mlp_step, mlp_args()) if name == "mlp" else CASES["scanned layers"]
@@ -393,16 +406,14 @@ def test_in_a_form_without_overlap_it_is_planned_without() -> None:
 
 
 def test_makespan_and_bound_are_with_contention() -> None:
-    fn, args, cluster = mlp_step, mlp_args(), slow_cluster((3.0, 1.0), bandwidth=1e8)
     for factor in (1.0, 1.5):
-        devices = tuple(replace(kind, contention=factor) for kind in cluster.devices)
-        task, found = planned(fn, args, replace(cluster, devices=devices))
+        task, found = on_two(contention=factor)
         tasks = tasks_of(found.program, found.sizes, task.costs)
         assert Machine.LINK in tasks.machine
         assert simulate(tasks, range(len(tasks.machine))).makespan_s == found.cost_s >= found.lower_bound_s
         assert simulate(replace(tasks, slowdown=None), range(len(tasks.machine))).makespan_s <= found.cost_s
         if factor == 1.0:
-            _, plain = planned(fn, args, cluster)
+            _, plain = on_two()
             for field in ("cost_s", "lower_bound_s", "exposed_communication_s", "clocks_s"):
                 assert getattr(plain, field) == getattr(found, field)
             assert plain.program.instructions == found.program.instructions
