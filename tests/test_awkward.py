@@ -81,7 +81,7 @@ def wanted(name: str) -> Any:
     return reference(*CASES[name])
 
 
-@pytest.mark.few(40)
+@pytest.mark.few(18)
 @pytest.mark.parametrize("on", ["3:1", "hopeless"])
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_jit(name: str, on: str) -> None:

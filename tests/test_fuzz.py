@@ -51,6 +51,7 @@ def with_other_shares(plan: Plan, seed: int) -> Lowered:
 FIRST, LAST = map(int, os.environ.get("HAPSYNTH_FUZZ", "0:25" if THOROUGH else "0:10").split(":"))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(FIRST, LAST))
 def test_a_random_function_on_a_random_cluster(seed: int) -> None:
     fn, args, plan = plan_of(seed)
@@ -62,6 +63,7 @@ def test_a_random_function_on_a_random_cluster(seed: int) -> None:
     assert max(errors) <= 1e-3, dict(zip(plan.traced.out_paths, errors))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_plan_that_is_uneven(seed: int) -> None:
     outcome = fuzz.tried(seed, nonfinite=0.5)

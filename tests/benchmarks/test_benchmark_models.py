@@ -73,6 +73,7 @@ def test_the_state_is_carried(name: str) -> None:
     assert len(graph.outputs) == len(graph.carry) + 1
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", models.MODELS)
 def test_a_tiny_step_learns(name: str) -> None:
     """Finite states, and the same batch costs less after some steps."""

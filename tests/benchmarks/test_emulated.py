@@ -203,6 +203,7 @@ def test_a_machine_runs_no_longer_than_its_part_of_a_period() -> None:
     assert float(done.stdout.rpartition("ran ")[2]) < 2e-3, done.stdout + done.stderr
 
 
+@pytest.mark.few(2)
 @pytest.mark.root
 @root
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

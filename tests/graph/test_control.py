@@ -37,7 +37,7 @@ def plan_of(name: str, on: str) -> Plan:
     return planned(*CASES[name], on)
 
 
-@pytest.mark.few(26)
+@pytest.mark.few(11)
 @pytest.mark.parametrize("on", ["3:1", "hopeless"])
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_jit(name: str, on: str) -> None:

@@ -204,7 +204,7 @@ def run_walk(name: str, seed: int, steps: int = STEPS) -> Walk:
     return walk
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_checker_accepts_computes_what_it_should(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What mutates may join the classes that a reshare lies between.

@@ -136,7 +136,7 @@ def sized(graph: Graph, program: Program, kind: str) -> Sizes:
     return sizes
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("name", "lengths", "kind"),
     [*product((name for name, step in STEPS.items() if step.communicates), [(4,), (2, 2)], SHARES)],

@@ -46,6 +46,7 @@ def key_array(*batch: int) -> jax.Array:
 # ---- every width, shape, batch of keys and cut, in equal, skewed and empty shares
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("width", [8, 16, 32, 64])
 def test_shards_have_the_bits_of_the_whole(width: int) -> None:
     with jax.enable_x64(width == 64):
@@ -132,7 +133,7 @@ def loops(fn: Callable[..., Any], *args: Any) -> int:
     return sum(eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan")
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("width", [8, 32, 64])
 @pytest.mark.parametrize(
     ("shape", "blocks"),
@@ -298,6 +299,7 @@ def assert_drawn_in_shards(plan: Plan) -> None:
     assert drawn.isdisjoint(sent)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("raw", [False, True], ids=["typed", "raw"])
 @pytest.mark.parametrize("on", ["3:1", "odd", "hopeless"])
 def test_dropout_in_training(on: str, raw: bool) -> None:

@@ -63,7 +63,7 @@ JOINT = int(os.environ.get("HAPSYNTH_JOINT_TRIALS", "1"))
 """How many of an op's triples on two mesh axes are tried."""
 
 
-@pytest.mark.few(80)
+@pytest.mark.few(50)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_triples_of_two_axes_are_sound(case: Case):
     tried: list[simulate.Trial] = []

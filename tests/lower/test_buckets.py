@@ -103,6 +103,7 @@ def test_a_bundle_gives_what_each_alone_gives(kind: str) -> None:
             np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("gloo", [None, DEFAULT, LARGE], ids=["by XLA", "small", "large"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_it_does_by_gloo(kind: str, gloo: LoweringOptions | None) -> None:
@@ -115,6 +116,7 @@ def test_so_it_does_by_gloo(kind: str, gloo: LoweringOptions | None) -> None:
             np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("gloo", [None, DEFAULT, LARGE], ids=["by XLA", "small", "large"])
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "hierarchical" in kind])

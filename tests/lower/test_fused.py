@@ -32,6 +32,7 @@ def sequences(plan: Plan) -> list[list[str]]:
     return [[str(c) for c in collectives_of(compiled(plan, (i,)).as_text())] for i in range(2)]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shares", [(1.0, 0.0), (0.75, 0.25)], ids=["no rows", "few rows"])
 def test_the_collectives_are_those_of_the_program(name: str, shares: tuple[float, float]) -> None:

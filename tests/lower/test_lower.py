@@ -21,13 +21,13 @@ TWO_AXES = ((("a", 2), ("b", 3)), (("a", 3), ("b", 2)))
 THREE_AXES = (("a", 2), ("b", 2), ("c", 2))
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "mode"), [*product(CASES, MODES)])
 def test_random_programs_compute_what_jax_computes(name: str, mode: str) -> None:
     of_random_programs(name, mode, SWITCHED)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("name", "mode"), [*product(CASES, MODES)])
 def test_random_programs_on_padded_shards(name: str, mode: str) -> None:
     of_random_programs(name, mode, DEFAULT)
@@ -47,7 +47,7 @@ def of_random_programs(name: str, mode: str, options: LoweringOptions) -> None:
 ON_TWO_AXES = [(n, m) for n in CASES for m in MODES if n not in ("mlp", "embedding") or m in ("skewed", "zeros")]
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "mode"), ON_TWO_AXES)
 def test_random_programs_of_two_axes(name: str, mode: str) -> None:
     fn, make = CASES[name]
@@ -60,7 +60,7 @@ def test_random_programs_of_two_axes(name: str, mode: str) -> None:
         assert_close(run(lowered, args), want)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "mode"), [(n, MODES[k % len(MODES)]) for k, n in enumerate(CASES, 1)])
 def test_random_programs_of_three_axes(name: str, mode: str) -> None:
     fn, make = CASES[name]

@@ -61,7 +61,7 @@ def data_parallel() -> hapsynth.Plan:
 
 
 # On equal devices all are of one shape, for which one example is enough.
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "on"), [("mlp", "equal"), *((name, "3:1") for name in TINY)])
 def test_examples(name: str, on: str) -> None:
     module = example(name)
@@ -89,7 +89,7 @@ def assert_right_at_random(fn: Any, args: Any, axes: Any, mode: str, seed: int, 
     assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "axes", "mode"), DRAWN)
 def test_random_programs(name: str, axes: Any, mode: str) -> None:
     fn, args = (layers, LAYERS) if name == "layers" else (PROGRAMS[name][0], PROGRAMS[name][1]())
@@ -101,7 +101,7 @@ def test_random_programs(name: str, axes: Any, mode: str) -> None:
 IN_LOOPS = ["scanned layers", "nested", "while whose test communicates", "carries on the outside"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", IN_LOOPS)
 def test_random_programs_with_loops(name: str) -> None:
     for seed in SEEDS:

@@ -86,6 +86,7 @@ def by_barriers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return request.param
 
 
+@pytest.mark.few(10)
 @pytest.mark.usefixtures("by_barriers")
 @pytest.mark.parametrize("speeds", [UNEVEN, (1.0,) * 4], ids=["uneven", "even"])
 @pytest.mark.parametrize("fn", [step, scanned, looped, branched])

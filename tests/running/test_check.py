@@ -89,6 +89,7 @@ def test_noise_is_small_and_of_every_float(plan: Plan) -> None:
         assert path in ZERO or 8 * moved < 1e-4 * np.abs(x).max(), path
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("factor", [1.001, 0.0, -1.0])
 @pytest.mark.parametrize("path", ["w", "q", "k"])
 def test_a_wrong_gradient_fails(plan: Plan, path: str, factor: float) -> None:

@@ -61,6 +61,7 @@ SAME: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", SAME)
 def test_it_is_the_function_of_wide_arguments(name: str) -> None:
     fn = SAME[name]

@@ -73,6 +73,7 @@ def on_each_device(program: Program, sizes: Sizes, costs: CostModel) -> list[Flo
     return [loads[index.load_of[k]] if isinstance(i, Compute) else alike(i) for k, i in each]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("axes", AXES)
 def test_what_a_program_costs_is_what_its_parts_do(axes: tuple[tuple[str, int], ...]) -> None:
     fn: Any = lambda *args: [x * 2.0 for x in jax.tree.leaves(mlp_step(*args))]

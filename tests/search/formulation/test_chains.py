@@ -37,7 +37,7 @@ def chains_of(given: Space, taken: Occupancy, rng: random.Random) -> list[Chain]
     return [*given.chains.alone, *filter(None, drawn), *given.chains.longest(taken, every)]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 def test_no_program_is_shorter_than_a_chain(given: Space) -> None:
     rng, tight = random.Random(1), 0.0
     for choices, _, tasks in programs(given, 4, seed=5, frugal=True):

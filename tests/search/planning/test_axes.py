@@ -285,6 +285,7 @@ def test_the_first_device_shows_values(capfd: pytest.CaptureFixture[str]) -> Non
     assert capfd.readouterr().out.count("shown 64.0") == 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["scanned layers", "recurrent", "while whose test communicates", "switch"])
 def test_control_flow(name: str) -> None:
     """Plans of one axis, their shards cut again by a second one."""
@@ -299,6 +300,7 @@ def test_control_flow(name: str) -> None:
         assert relative_error(np.asarray(a), np.asarray(b)) <= 1e-5
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["nested", "while", "switch", "scanned layers"])
 def test_random_programs_with_loops_and_branches(name: str) -> None:
     fn, args = CONTROL[name]

@@ -158,7 +158,7 @@ def test_without_experts_there_is_no_expert_parallelism() -> None:
     assert not Baselines(Task(dense.graph, SLOW_HALF)).expert_dims
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_expert_parallelism_computes_the_step(name: str) -> None:
     (fn, _), traced = experts()

@@ -60,7 +60,7 @@ def cut_at_random(maker: RandomProgram, program: Program, costs: CostModel, rng:
     return program
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("axes", AXES)
 def test_a_step_cut_at_random(axes: str, seed: int) -> None:
@@ -76,7 +76,7 @@ def test_a_small_step_cut_at_random_in_stages(axes: str, seed: int) -> None:
     assert assert_equal(layers, ({"a": floats(6, 10), "b": floats(10, 7)}, floats(9, 6)), AXES[axes], "staged", seed)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["scanned layers", "nested", "while", "cond", "carries on the outside"])
 @pytest.mark.parametrize("axes", AXES)
 def test_loops_and_branches_are_not_cut_inside(name: str, axes: str) -> None:

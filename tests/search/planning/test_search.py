@@ -156,6 +156,7 @@ def test_search_equals_brute_force_over_all_programs(seed):
     assert_equal_to_brute_force(costs, ChoiceSpace(graph, costs.table), speeds)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("axes", [(("a", 2), ("b", 2)), (("a", 2), ("b", 2), ("c", 2))], ids=["two axes", "three axes"])
 @pytest.mark.parametrize("seed", range(5))
 def test_no_program_of_several_axes_is_below_a_bound(seed, axes):

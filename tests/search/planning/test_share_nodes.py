@@ -145,7 +145,7 @@ def test_no_program_at_any_ratios_is_below_the_bound(seed: int) -> None:
         assert bound <= least * (1 + 1e-9)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "bandwidth"), [*product(TASKS, ["100 MB/s", "20 GB/s"])])
 def test_no_program_that_moves_rows_is_below_it_at_a_price_of_memory(name: str, bandwidth: str) -> None:
     """The best program whose instructions are each at one of two ratios, with what it holds at some op."""
@@ -277,7 +277,7 @@ def test_ops_that_are_alike_but_for_their_nodes_are_told_apart() -> None:
     assert builder.times_key(0) != builder.times_key(1)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", range(16))
 def test_no_choices_cost_less_than_rounded_on_the_mean(seed: int) -> None:
     """Those of all choices at two ratios, with what is held at some op at its price, that cost the least more than the

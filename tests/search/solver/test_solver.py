@@ -36,6 +36,7 @@ def assert_solved(problem: Problem, solution: Solution, expected: float, slack: 
     assert problem.fits(solution.assignment)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("cells", [SolverOptions.elimination_cells, 60, 0], ids=["eliminated", "in part", "searched"])
 @pytest.mark.parametrize("resources", [0, 1, 2])
 def test_equals_brute_force(resources: int, cells: float):
