@@ -77,7 +77,7 @@ def test_uneven_plans_compute_the_step(example):
 
 def test_training_follows_one_device(tmp_path, monkeypatch):
     config = transformer.Config(batch=48, seq=16, vocab=256, layers=1, width=32, heads=4, ff=64, learning_rate=3e-3)
-    slow_cluster(SPEEDS["two"], bandwidth=1e8).save(tmp_path / "slow.toml")
+    slow_cluster(SPEEDS["3:1"], bandwidth=1e8).save(tmp_path / "slow.toml")
     plans = []
     synthesize = hapsynth.synthesize
     noted = lambda *args, **options: (plans.append(synthesize(*args, **options)), plans[-1])[1]

@@ -14,7 +14,7 @@ import graphs
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from assignments import FOUR, HOSTS, Space, case, layers, programs, random_assignment, space
+from assignments import FOUR, HOSTS, Space, case, clipped, layers, programs, random_assignment, space
 from control_cases import CASES, floats
 from orders import random_order
 from random_programs import mlp_args, mlp_step
@@ -239,11 +239,16 @@ def planned(fn: Callable[..., Any], args: Any, cluster: Cluster, **options: Any)
 
 
 @cache
+def planned_step(name: str) -> tuple[Task, Result]:
+    return planned(*STEPS[name])
+
+
+@cache
 def on_two(**figures: float) -> tuple[Task, Result]:
-    """A step of two layers on two devices whose kinds have these figures of what collectives do beside computing."""
-    fn, args, _ = STEPS["layers"]
+    """A clipped step on two devices whose kinds have these figures of what collectives do beside computing."""
+    args = {"a": floats(64, 96), "b": floats(96, 64)}, floats(960, 64)
     cluster = slow_cluster((3.0, 1.0), bandwidth=1e8)
-    return planned(fn, args, replace(cluster, devices=tuple(replace(kind, **figures) for kind in cluster.devices)))
+    return planned(clipped, args, replace(cluster, devices=tuple(replace(kind, **figures) for kind in cluster.devices)))
 
 
 STEPS = {
@@ -257,7 +262,7 @@ STEPS = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_the_cost_is_the_makespan_of_the_program_in_its_order(name: str) -> None:
-    task, found = planned(*STEPS[name])
+    task, found = planned_step(name)
     _, as_a_sum = planned(*STEPS[name], overlap=False)
     check(task.graph, found.program, found.sizes)
     tasks = tasks_of(found.program, found.sizes, task.costs)
@@ -353,7 +358,7 @@ def test_a_look_goes_on_until_a_program_is_near_or_the_bound_is_reached() -> Non
 
 
 def test_a_limit_of_memory_is_kept() -> None:
-    _, free = planned(*STEPS["layers"])
+    _, free = planned_step("layers")
     limit = 0.8 * max(free.memory_bytes)
     _, limited = planned(*STEPS["layers"], memory_limit=limit)
     assert max(limited.memory_bytes) <= limit
@@ -420,10 +425,9 @@ def test_makespan_and_bound_are_with_contention() -> None:
 
 
 def test_fewer_collectives_are_sent_where_each_is_late() -> None:
-    cluster, sent = slow_cluster((3.0, 1.0), bandwidth=1e8), list[int]()
+    sent = list[int]()
     for delay in (0.0, 1e-3):
-        devices = tuple(replace(kind, contention_delay=delay) for kind in cluster.devices)
-        task, found = planned(mlp_step, mlp_args(), replace(cluster, devices=devices))
+        task, found = on_two(contention_delay=delay)
         tasks = tasks_of(found.program, found.sizes, task.costs)
         assert simulate(tasks, range(len(tasks.machine))).makespan_s == found.cost_s >= found.lower_bound_s
         assert simulate(replace(tasks, delay=None), range(len(tasks.machine))).makespan_s <= found.cost_s
