@@ -10,6 +10,7 @@ import models
 import numpy as np
 import pytest
 import runtime
+from assignments import layers
 from harness.command import write_json
 from harness.emulated_job import read_json
 from jax.sharding import Mesh
@@ -103,9 +104,10 @@ def test_models_measured_before_a_process_failed_are_reported(
 
 def test_the_program_of_a_plan_with_overlap_runs_without() -> None:
     kind = DeviceKind("slow", {"float32": 1e9}, 1e9, 1 << 30)
-    cluster = Cluster("two", (kind,) * 2, (0, 1), Link(1e6, 1e-6))
-    fn, shapes = models.mlp(2, layers=2, config=TINY)
-    plan = planned.chosen(["overlap"], fn, shapes, trace(fn, shapes), cluster)["overlap"]
+    cluster = Cluster("two", (kind,) * 2, (0, 1), Link(1e7, 1e-6))
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, np.float32)
+    shapes = {"a": shape(64, 96), "b": shape(96, 64)}, shape(960, 64)
+    plan = planned.chosen(["overlap"], layers, shapes, trace(layers, shapes), cluster)["overlap"]
     alone = plan.without_overlap()
     assert (plan.result.overlap, alone.result.overlap) == (True, False)
     assert (alone.program, alone.sizes) == (plan.program, plan.sizes)
