@@ -63,6 +63,7 @@ def test_no_baseline_is_cheaper(example, cluster):
         assert any(len(set(s)) > 1 for s in result.sizes.shares)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("example", ["mlp", "cnn"])
 def test_uneven_plans_compute_the_step(example):
     """The transformer is trained below."""

@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "gallery.md"
 SCRIPTS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "unlike")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_follows_one_device(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(GALLERY)

@@ -70,7 +70,7 @@ def test_loops_and_branches_are_run_by_the_host(name: str) -> None:
 
 
 # On equal devices all are of one shape, for which one example is enough.
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "on"), [("mlp", "equal"), *((name, "3:1") for name in TINY)])
 def test_examples_train_as_in_switch_form(name: str, on: str) -> None:
     module = example(name)

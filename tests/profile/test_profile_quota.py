@@ -59,6 +59,8 @@ def quotas() -> Iterator[list[Path]]:
             group.rmdir()
 
 
+# Modelled processes and calls show as much in test_profile.py (two_processes_profile_each_other, held_to_a_part).
+@pytest.mark.few(0)
 @pytest.mark.slow
 @pytest.mark.root
 def test_a_process_that_is_held_is_of_a_slower_kind(tmp_path: Path, quotas: list[Path]) -> None:
