@@ -454,7 +454,7 @@ def test_no_program_that_fits_is_below_the_bound(bandwidth: float, exact: bool) 
     joint = MemoryConstraints(ProblemBuilder(structure, costs, None), at_least=True)
     op = max(range(len(graph.ops)), key=joint.least_at)
     raised = 0.0
-    for limit in np.quantile([held for *_, held in programs], [0.0, 0.2, 0.5]).tolist():
+    for limit in np.quantile([held for *_, held in programs], [0.0, 0.2, 0.5] if THOROUGH else [0.0, 0.2]).tolist():
         anywhere = random_ranges(costs, rng)
         bound = least_within(anywhere, {op: limit})
         raised = max(raised, bound / least_within(anywhere, {}))
