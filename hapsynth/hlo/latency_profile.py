@@ -2,12 +2,16 @@
 
 By itself the scheduler takes all collectives to last alike, and a kernel by its kind: it ends a transfer of half a
 millisecond after five kernels of some microseconds. A profile by name, which is meant to be measured, tells it better
-(`ProfiledInstructionsProto`, as text); here it says what the plan goes by.
+(`ProfiledInstructionsProto`, as text); here it says what the plan goes by, but of transfers that are not worth hiding,
+which it says take no time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.hlo.collectives import collectives_of
@@ -18,6 +22,15 @@ _UNITS = 1e8
 """To a second. The profile counts microseconds, but for what it does not name the scheduler takes numbers of its own,
 5,000 for a collective, 1,000 for a loop's fusion, 1 for the rest and between two kernels: 50 us, 10 us, 10 ns. XLA does
 not name all of Triton's kernels the same when it compiles a program again."""
+_LEAST_HIDDEN = 0.25
+"""Times the median kernel, by the seconds that kernels take. Beside a shorter transfer a whole kernel would be put, and
+the next transfer would wait for the rest of it."""
+
+
+class _Timed(NamedTuple):
+    name: str
+    seconds: float
+    is_sent: bool
 
 
 def latency_profile(text: str, kind: DeviceKind, price: Price) -> bytes:
@@ -28,17 +41,26 @@ def latency_profile(text: str, kind: DeviceKind, price: Price) -> bytes:
     if not collectives_of(text):
         return b""
     module = parse(text)
-    found = dict(_seconds(module, module.entry, kind, price))
-    return "".join(f'costs {{ name: "{name}" cost_us: {_UNITS * s:.3f} }}\n' for name, s in found.items()).encode()
+    timed = [*_timed(module, module.entry, kind, price)]
+    shortest = _LEAST_HIDDEN * _median_by_time([one.seconds for one in timed if not one.is_sent])
+    told = {name: 0.0 if is_sent and seconds < shortest else seconds for name, seconds, is_sent in timed}
+    return "".join(f'costs {{ name: "{name}" cost_us: {_UNITS * s:.3f} }}\n' for name, s in told.items()).encode()
 
 
-def _seconds(module: Module, computation: str, kind: DeviceKind, price: Price) -> Iterator[tuple[str, float]]:
-    """By the name of each instruction that takes time, also in loops and branches."""
+def _timed(module: Module, computation: str, kind: DeviceKind, price: Price) -> Iterator[_Timed]:
+    """Each instruction that takes time, also in loops and branches."""
     for i, start, work in steps_of(module, computation):
         if start is not None:
-            yield i.name, price(start)
+            yield _Timed(i.name, price(start), True)
         elif work is not None:
-            yield i.name, kernel_seconds(work, kind)
+            yield _Timed(i.name, kernel_seconds(work, kind), False)
         elif i.opcode in RUN_OTHERS:
             for name in i.computations():
-                yield from _seconds(module, name, kind, price)
+                yield from _timed(module, name, kind, price)
+
+
+def _median_by_time(seconds: Sequence[float]) -> float:
+    """Half of all the time is taken by what takes at most as long; 0 of nothing."""
+    ordered = np.sort(seconds)
+    until = np.cumsum(ordered)
+    return float(ordered[np.searchsorted(until, until[-1] / 2)]) if ordered.size else 0.0

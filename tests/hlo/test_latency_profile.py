@@ -51,6 +51,13 @@ def test_all_that_takes_time_is_named_once() -> None:
     assert len(text.splitlines()) == len(found)
 
 
+def test_short_transfers_are_not_hidden() -> None:
+    """Two kernels of 64 us take all of the time: a quarter of one is the least that is worth hiding."""
+    for seconds, cost in ((15.9e-6, "0.000"), (16.1e-6, "1610.000")):
+        told = latency_profile(LOOP, KIND, lambda _, seconds=seconds: seconds).decode()
+        assert f'name: "start" cost_us: {cost} ' in told
+
+
 def test_what_sends_nothing_needs_none() -> None:
     alone = "HloModule f\n\nENTRY %main (z: f32[8]) -> f32[8] {\n  ROOT %z = f32[8]{0} parameter(0)\n}\n"
     assert latency_profile(alone, KIND, lambda one: 1.0) == b""
