@@ -23,7 +23,7 @@ from .running.drift import DriftReport
 from .running.process_local_data import LocalSlices
 from .running.sharded_array import ShardedArray
 from .search.planning.planner import InfeasibleError
-from .several.plans import Plans, load_plans
+from .several.plans import Plans, StateWarning, load_plans
 from .view.sharding_picture import visualize_sharding
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "ShapeError",
     "ShardedArray",
     "SourceError",
+    "StateWarning",
     "TraceError",
     "UnsupportedError",
     "__version__",

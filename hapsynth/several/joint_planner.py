@@ -16,35 +16,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.instructions.layout import Layout
-from hapsynth.instructions.program.sizes import Node, layout_nodes
 from hapsynth.search.cost.model import Floats
-from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import SETTLED, Progress, Result
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError
 from hapsynth.several.joint_layouts import Weighing
+from hapsynth.several.placement import StatePlacement, StateRequirements, placements
 from hapsynth.several.shared_state import Role, SharedState
 
 _HURRY_S = 1.0
 """Of each function that is still to be planned after Ctrl-C."""
-_Where = tuple[int, tuple[int, ...]]
-"""(dimension, mesh axes that cut it)"""
-
-
-class StatePlacement(NamedTuple):
-    """How a leaf of the state lies: the elements on each position along the axes that cut a dimension; none are known
-    where only the layout is asked for."""
-
-    layout: Layout
-    lengths: Mapping[_Where, tuple[int, ...]]
 
 
 @dataclass(eq=False)
@@ -175,12 +163,12 @@ class JointPlanner:
                 kept = self._decided(name, results[name]) | kept
         for name, result in results.items():
             # What no function uses.
-            kept |= {leaf: how for leaf, how in self.kept(name, result).items() if leaf not in kept}
+            kept |= {leaf: how for leaf, how in self._kept(name, result).items() if leaf not in kept}
         for name, role in self.state.roles.items():
             result, limit = results[name], self.options.memory_limit
             room = np.array(result.memory_limit_bytes)[list(devices)] - self._rest(role, kept, result)
             full = bool((np.array(result.memory_bytes)[list(devices)] > room).any())
-            if full or any(how != kept[leaf] for leaf, how in self.kept(name, result).items()):
+            if full or any(how != kept[leaf] for leaf, how in self._kept(name, result).items()):
                 results[name] = self._plan(name, kept, devices, float(room.min()) if full else limit)
         return {name: results[name] for name in self.state.roles}
 
@@ -189,23 +177,10 @@ class JointPlanner:
         role = self.state.roles[name]
         graph = role.traced.graph
         used = lambda leaf: leaf in role.outputs or bool(graph.uses[graph.inputs[role.inputs[leaf]]])
-        return {leaf: how for leaf, how in self.kept(name, result).items() if used(leaf)}
+        return {leaf: how for leaf, how in self._kept(name, result).items() if used(leaf)}
 
-    def kept(self, name: str, result: Result) -> dict[int, StatePlacement]:
-        """How a function's plan keeps the leaves of the state that it has."""
-        role, found = self.state.roles[name], dict[int, StatePlacement]()
-        graph, sizes = role.traced.graph, result.sizes
-        for leaf, position in role.outputs.items():
-            value, layout = graph.outputs[position], result.program.outputs[position]
-            if isinstance(value, int) and layout is not None:
-                nodes = layout_nodes(value, layout)
-                found[leaf] = StatePlacement(layout, {node[1:3]: sizes.lengths(*node) for node in nodes})
-        for leaf, position in role.inputs.items():
-            value = graph.inputs[position]
-            nodes = layout_nodes(value, result.program.inputs[value])
-            lengths = {node[1:3]: sizes.lengths(*node) for node in nodes}
-            found[leaf] = StatePlacement(result.program.inputs[value], lengths)
-        return found
+    def _kept(self, name: str, result: Result) -> dict[int, StatePlacement]:
+        return placements(self.state.roles[name], result.program, result.sizes)
 
     def _rest(self, role: Role, kept: Mapping[int, StatePlacement], result: Result) -> Floats:
         """Bytes on each device that takes part of what a function leaves alone of the state: [devices]. What makes the
@@ -246,7 +221,7 @@ class JointPlanner:
         `tasks` takes the task that it was."""
         uncut = frozenset[tuple[int, int]]()
         fixed = {leaf: StatePlacement(layout, {}) for leaf, layout in self.fixed.items()}
-        asked = _Asked.of(self.state.roles[name], fixed | dict(kept))
+        asked = StateRequirements.of(self.state.roles[name], fixed | dict(kept))
         left = self._left()
         if left is not None:
             left = max(0.05, left) / max(self._searches, 1)
@@ -274,7 +249,7 @@ class JointPlanner:
                     raise RatioError(f"{name!r}: {error}") from error
             else:
                 self._interrupted |= result.interrupted
-                broken = asked.broken(result)
+                broken = asked.broken(result.sizes)
                 if not broken:
                     if tasks is not None:
                         tasks[name] = task
@@ -284,7 +259,7 @@ class JointPlanner:
                 raise RatioError(f"{name!r} cannot have the state as the other functions have it: {which}")
             uncut |= broken
 
-    def _pins(self, name: str, asked: _Asked) -> FixedRatios | None:
+    def _pins(self, name: str, asked: StateRequirements) -> FixedRatios | None:
         """What is asked for by hand, and what the state that lies there asks for."""
         own = self.fixed_ratios.get(name)
         if own is None:
@@ -306,52 +281,6 @@ class JointPlanner:
     def _relay(self, name: str) -> Callable[[Progress], None] | None:
         tell = self.options.progress
         return None if tell is None else lambda p: tell(replace(p, stage=f"{name}: {p.stage}"))
-
-
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """What is asked of a function's plan: the layouts of arguments, by value, and of results, by position, and how
-    dimensions of them are cut, which two of them may ask of one value."""
-
-    stored: Mapping[int, Layout]
-    ends: Mapping[int, Layout]
-    cuts: Sequence[tuple[Node, tuple[int, ...]]]
-
-    @staticmethod
-    def of(role: Role, kept: Mapping[int, StatePlacement]) -> _Asked:
-        graph = role.traced.graph
-        stored: dict[int, Layout] = {}
-        ends: dict[int, Layout] = {}
-        cuts: list[tuple[Node, tuple[int, ...]]] = []
-        for leaf, how in kept.items():
-            if leaf in role.inputs:
-                value = graph.inputs[role.inputs[leaf]]
-                stored[value] = how.layout
-            elif leaf in role.outputs and isinstance(made := graph.outputs[role.outputs[leaf]], int):
-                value = made
-                ends[role.outputs[leaf]] = how.layout
-            else:
-                continue
-            # What has an owner is said by its layout.
-            cut = (at for at in how.lengths.items() if how.layout[at[0][1][0]].owner is None)
-            cuts += [((value, dim, axes, 0), lengths) for (dim, axes), lengths in cut]
-        return _Asked(stored, ends, cuts)
-
-    @property
-    def named(self) -> dict[Node, Floats]:
-        """As in `FixedRatios`."""
-        return {node: np.array(lengths) / sum(lengths) for node, lengths in self.cuts}
-
-    def restriction(self, uncut: frozenset[tuple[int, int]]) -> Restriction | None:
-        """`uncut`: (value, dimension) that no op may cut."""
-        if not self.stored and not self.ends:
-            return None
-        allowed = (lambda value, dim: (value, dim) not in uncut) if uncut else None
-        return Restriction(self.stored, allowed, ends=self.ends)
-
-    def broken(self, result: Result) -> frozenset[tuple[int, int]]:
-        """(value, dimension) that are cut in other ways than is asked."""
-        return frozenset(node[:2] for node, lengths in self.cuts if result.sizes.lengths(*node) != lengths)
 
 
 def _devices(cluster: Cluster, result: Result) -> tuple[int, ...]:

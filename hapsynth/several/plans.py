@@ -10,16 +10,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from hapsynth._options import Ratios, check_dict, fixed_ratios_of, layouts_of, traced_as_asked
+from hapsynth._warn import warn_user
+from hapsynth.adapting.rebalance import resized_result
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.jobs import check_mesh
 from hapsynth.plan import Plan
+from hapsynth.running.allgather import agreed
 from hapsynth.running.form import Form
 from hapsynth.running.plan_file import (
     SEVERAL,
@@ -35,14 +39,22 @@ from hapsynth.running.plan_file import (
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.planning.task import PlanningOptions
 from hapsynth.search.result import Result
+from hapsynth.search.scheduling.timeline import step_seconds
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError
+from hapsynth.search.sizing.ratios import proportional
+from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.several.joint_planner import JointPlanner
-from hapsynth.several.shared_state import SharedState, shared_state
+from hapsynth.several.placement import StatePlacement, StateRequirements, placements
+from hapsynth.several.shared_state import Role, SharedState, shared_state
 
 Functions = Mapping[str, Callable[..., Any]]
 RatiosOfEach = Sequence[float] | Mapping[str, Ratios]
 """One fraction per device, in mesh order, for every class of every function; or function -> its ratios."""
 _Found = tuple[Traced, Result, Cluster]
+
+
+class StateWarning(UserWarning):
+    """A call moves the state that several functions share."""
 
 
 class FunctionsError(ValueError):
@@ -53,7 +65,8 @@ class Plans(Mapping[str, Plan]):
     """A plan for each of several functions; the state of one is that of all, as it lies.
 
     `frequency`: how often each is called, as weighed. `alone`: seconds per call of each function that is called,
-    planned without the others. `lower_bound`: seconds that no plans with one state take less than, weighed.
+    planned without the others. `lower_bound`: seconds that no plans with one state take less than, weighed. `state`:
+    what of the state some functions have, as `synthesize` was told.
     """
 
     def __init__(
@@ -63,8 +76,10 @@ class Plans(Mapping[str, Plan]):
         frequency: Mapping[str, float],
         alone: Mapping[str, float],
         lower_bound: float,
+        state: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
         self._plans, self._named_after = dict(plans), named_after
+        self._said = {name: dict(paths) for name, paths in state.items()}
         self.frequency, self.alone, self.lower_bound = dict(frequency), dict(alone), lower_bound
 
     def __getitem__(self, name: str) -> Plan:
@@ -98,6 +113,29 @@ class Plans(Mapping[str, Plan]):
         paths = (plan.traced.in_paths[source] for source, _ in plan.traced.graph.carry)
         return {path: plan.layouts[path] for path in paths}
 
+    @cached_property
+    def _roles(self) -> Mapping[str, Role]:
+        # The state is named after the first that carries it.
+        names = sorted(self, key=lambda name: name != self._named_after)
+        return shared_state({name: self[name].traced for name in names}, self._said).roles
+
+    def rebalanced(self, name: str, plan: Plan) -> Plans:
+        """All plans with the state as `plan` keeps it, which is `self[name]` at other sizes (`Proposal.plan`,
+        `Plan.rebalance`): no call has to move the state, once `plan.adopt` has.
+
+        The others keep their programs too, at sizes for the plan's cluster. One whose program can't have the state so
+        keeps its sizes, with a warning. `alone` and `lower_bound` are of the old cluster, and gone. In a run of several
+        processes all must call. Raises KeyError for a name that none has, ValueError for a plan of something else.
+        """
+        if plan.traced is not self[name].traced:
+            raise ValueError(f"the plan is not that of {name!r} at other sizes: give what rebalancing it gave")
+        if plan is self[name]:
+            return self
+        kept = placements(self._roles[name], plan.program, plan.sizes)
+        others = {n: _with_state(n, p, self._roles[n], kept, plan.cluster) for n, p in self.items() if n != name}
+        plans = {n: others.get(n, plan) for n in self}
+        return Plans(plans, self._named_after, self.frequency, {}, 0.0, self._said)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all plans into one JSON file, whole or not at all; OSError where that cannot be done."""
         data = {
@@ -106,6 +144,7 @@ class Plans(Mapping[str, Plan]):
             "frequency": self.frequency,
             "alone_s": {name: number_of(seconds) for name, seconds in self.alone.items()},
             "lower_bound_s": number_of(self.lower_bound),
+            "state": self._said,
             "plans": {name: plan_to_dict(p.traced, p.result, p.cluster) for name, p in self._plans.items()},
         }
         write_object(path, data)
@@ -167,7 +206,7 @@ def synthesize_several(
         found[name] = shared.roles[name].traced, replace(result, timings_s=timings), cluster
     alone = {name: result.cost_s for name, result in planner.alone.items()}
     plans = _in_one_form(found, functions, devices, form)
-    return Plans(plans, shared.named_after, weights, alone, min(planner.bound, planner.cost(results)))
+    return Plans(plans, shared.named_after, weights, alone, min(planner.bound, planner.cost(results)), said)
 
 
 def load_plans(
@@ -191,12 +230,37 @@ def load_plans(
         weights = {name: read_number(data["frequency"][name]) for name in saved}
         alone = {str(name): read_number(seconds) for name, seconds in data["alone_s"].items()}
         bound = read_number(data["lower_bound_s"])
+        said = {
+            str(name): {str(path): str(of) for path, of in dict(pair).items()}
+            for name, pair in dict(data["state"]).items()
+        }
         if not saved.keys() >= {named_after, *alone}:
             raise PlanError(f"it is about the plans of {', '.join(sorted({named_after, *alone}))}, but it was edited")
     args, kwargs = _each("example_args", example_args, names), _each("example_kwargs", example_kwargs or {}, names)
     _check_given(args, names)
     read = {n: plan_from(f"{where}: {n!r}", saved[n], functions[n], args[n], kwargs.get(n)) for n in saved}
-    return Plans(_in_one_form(read, functions, mesh, form), named_after, weights, alone, bound)
+    return Plans(_in_one_form(read, functions, mesh, form), named_after, weights, alone, bound, said)
+
+
+def _with_state(name: str, plan: Plan, role: Role, kept: Mapping[int, StatePlacement], cluster: Cluster) -> Plan:
+    """A plan at the sizes for a cluster at which the state lies as `kept`; as it is, with a warning, where its program
+    has none."""
+    asked, costs = StateRequirements.of(role, kept), plan.cost_model(cluster.subset(plan.devices))
+    sizer = Sizer(plan.program, plan.sizes.classes, costs, FixedRatios(named=asked.named))
+    sizes = agreed(plan.mesh, sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit))
+    paths = dict(zip(role.traced.graph.inputs, role.traced.in_paths, strict=True))
+    why = ", ".join(sorted(paths.get(value, role.traced.graph.values[value].name) for value, _ in asked.broken(sizes)))
+    if not why and sizer.memory.peak(sizes) > plan.memory_limit:
+        why = "all of it, as it would hold too much then"
+    if why:
+        warn_user(
+            f"{name!r} keeps its sizes, and each call of it moves the state: its program can't have it as it lies now, "
+            f"{why}; plan the functions again for these devices if it is called often",
+            StateWarning,
+        )
+        return plan
+    cost = step_seconds(plan.program, sizes, costs, overlap=plan.result.overlap)
+    return plan.with_result(resized_result(plan, sizes, costs, cost), cluster)
 
 
 def _in_one_form(
