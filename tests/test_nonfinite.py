@@ -200,8 +200,10 @@ PROCESSES = """
     same = lambda a, b: np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
     special = [1.5, -2.0, 0.0, np.inf, -np.inf, np.nan, -np.nan]
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64, jnp.float8_e4m3fn):
-        for times in (1, DEFAULT.gloo_gathered_bytes):
-            pairs = np.tile(np.array([(a, b) for a in special for b in special], dtype).T, times)
+        once = np.array([(a, b) for a in special for b in special], dtype).T
+        for times in (1, DEFAULT.gloo_gathered_bytes // once.nbytes + 1):
+            pairs = np.tile(once, times)
+            assert (pairs.nbytes > DEFAULT.gloo_gathered_bytes) == (times > 1)
             split = jax.sharding.NamedSharding(mesh, PartitionSpec("hap"))
             x = jax.make_array_from_callback(pairs.shape, split, lambda index: pairs[index])
             for reduction, pair in (("max", np.maximum), ("min", np.minimum)):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thoroughness import THOROUGH
 
 from hapsynth.rendezvous.address import JobError, Timeouts, find_address, free_ports
 from hapsynth.rendezvous.client import Client
@@ -262,7 +263,7 @@ def test_an_error_ends_the_others(job: Job, error: str, way_out: str) -> None:
 def test_two_that_do_not_reach_each_other(job: Job, before: bool) -> None:
     """Though both reach the rendezvous: no heartbeat crosses that link, and a collective waits for it for ever. Also
     where they never did, once one is in a call."""
-    timeouts = Often(join=LIMIT_S, barrier=LIMIT_S, silence=4.0)
+    timeouts = Often(join=LIMIT_S, barrier=LIMIT_S, silence=4.0 if THOROUGH else 2.0)
     port = job.serve(3, timeouts)
     # A launcher, which has the number of its first process, says nothing of whom that reaches.
     job.clients.append(Client(("localhost", port), 1, 3, timeouts, lambda _: None, job.notes.append, here=1))
