@@ -20,8 +20,6 @@ from hapsynth.search.planning.baselines import Baselines
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.task import Task
 
-pytestmark = pytest.mark.optimized
-
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 SMALL = {
     "mlp": mlp.target_for(mlp.Config(batch=16384, features=128, hidden=(256,))),
@@ -63,6 +61,7 @@ def test_no_baseline_is_cheaper(example, cluster):
         assert any(len(set(s)) > 1 for s in result.sizes.shares)
 
 
+@pytest.mark.optimized
 @pytest.mark.few(1)
 @pytest.mark.parametrize("example", ["mlp", "cnn"])
 def test_uneven_plans_compute_the_step(example):
