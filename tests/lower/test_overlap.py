@@ -18,6 +18,7 @@ from lowered_programs import CASES as PROGRAMS
 from lowered_programs import MODES, SEEDS, assert_close
 from random_programs import RandomProgram
 from slow_devices import SPEEDS, first_devices, thin_cluster
+from thoroughness import THOROUGH
 
 import hapsynth
 from hapsynth import _jax
@@ -60,9 +61,11 @@ def data_parallel() -> hapsynth.Plan:
     return planned(layers, LAYERS, "two", fixed={"[0][0]": "R", "[0][1]": "R", "[1]": "S(0)"})
 
 
-# On equal devices all are of one shape, for which one example is enough.
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("name", "on"), [("mlp", "equal"), *((name, "3:1") for name in TINY)])
+# On equal devices all are of one shape, for which one example is enough; larger ones in stages are test_staged.py's.
+EXAMPLES = [("mlp", "equal"), *((name, "3:1") for name in TINY)] if THOROUGH else [("mlp", "3:1")]
+
+
+@pytest.mark.parametrize(("name", "on"), EXAMPLES)
 def test_examples(name: str, on: str) -> None:
     module = example(name)
     config = module.Config(**TINY[name] | ({"layers": 1} if name == "transformer" else {}))
@@ -89,7 +92,7 @@ def assert_right_at_random(fn: Any, args: Any, axes: Any, mode: str, seed: int, 
     assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "axes", "mode"), DRAWN)
 def test_random_programs(name: str, axes: Any, mode: str) -> None:
     fn, args = (layers, LAYERS) if name == "layers" else (PROGRAMS[name][0], PROGRAMS[name][1]())
