@@ -48,7 +48,7 @@ TINY = {
 }
 ROUNDING = 1 + 1e-9
 MANY = 20 if THOROUGH else 8
-_MOST = 300
+_MOST = 300 if THOROUGH else 150
 
 
 def tiny(name: str, bandwidth: float, contention: float, speeds: Sequence[float] = (3.0, 1.0)) -> Space:
@@ -169,7 +169,7 @@ def test_no_program_at_any_ratios_is_below_the_joint_bound(name: str, bandwidth:
     joint = search.joint_bound(parts)
     assert 0 < joint <= search.bound * ROUNDING
     rng = random.Random(2)
-    for part in (0.0, 0.25, 0.5, 0.625, 0.75, 0.875, 1.0):
+    for part in (0.0, 0.25, 0.5, 0.625, 0.75, 0.875, 1.0) if THOROUGH else (0.25, 0.5, 0.75, 1.0):
         ratios = given.task.ratios(np.array([part, 1 - part]), frozenset())
         least = least_makespan_of(given._replace(builder=given.search.builder(ratios)), rng)
         assert max(joint, work) <= least * ROUNDING
@@ -183,7 +183,7 @@ def test_nor_is_one_with_balanced_collectives() -> None:
     search.run(6)
     work, parts = IdealWorkBound(given.task.choices, given.task.costs).weighted_on(given.task.cluster)
     joint = search.joint_bound(parts)
-    for part in (0.0, 0.25, 1 / 3, 0.5, 0.6, 0.75, 0.9):
+    for part in (0.0, 0.25, 1 / 3, 0.5, 0.6, 0.75, 0.9) if THOROUGH else (0.25, 1 / 3, 0.6, 0.9):
         there = at(part, (1 - part) / 2, (1 - part) / 2)
         made = list(candidates(there, random.Random(3)))
         steps = {step for candidate in made for step in candidate.program.collectives()}
@@ -259,7 +259,7 @@ STEPS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", STEPS)
 def test_the_cost_is_the_makespan_of_the_program_in_its_order(name: str) -> None:
     task, found = planned_step(name)

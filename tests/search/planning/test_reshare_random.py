@@ -60,7 +60,7 @@ def cut_at_random(maker: RandomProgram, program: Program, costs: CostModel, rng:
     return program
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("axes", AXES)
 def test_a_step_cut_at_random(axes: str, seed: int) -> None:
