@@ -118,12 +118,13 @@ def test_examples_run_without_hapsynth(tmp_path: Path) -> None:
         assert_same_bits(pickle.loads((Path(folder) / "results").read_bytes()), want)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", CASES)
 def test_loops_and_branches(name: str) -> None:
     assert_exports(planned(*CASES[name]), *CASES[name][1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", [language.greedy_decoding, functional.hessian, functional.jvp])
 def test_models(model: Callable[[], Any]) -> None:
     assert_exports(planned(*model()))

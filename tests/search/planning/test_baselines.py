@@ -182,7 +182,7 @@ def assert_same_step(got: Any, want: Any) -> None:
 # Traffic, at full size
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("of", EXAMPLES)
 def test_collectives_and_bytes_are_those_of_the_same_thing_by_hand(of: str, name: str) -> None:
@@ -269,7 +269,7 @@ def plain_step(of: str) -> Any:
 # Costs
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("of", "on"), [("mlp", "even8"), ("cnn", "even8"), *((of, "mixed8") for of in EXAMPLES)])
 def test_every_baseline_is_sound(of: str, on: str) -> None:
     """That none is cheaper than a plan is tests/examples/test_examples_planned.py's."""
