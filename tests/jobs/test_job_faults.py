@@ -50,7 +50,8 @@ SAYS = {
 
 # The same is said of the same fault at another time: beside a collective, before the first plan, in the tenth step.
 LEFT_OUT = () if THOROUGH else ("killed", "srun_loading", "srun_first_step")
-SAMPLE = "SIGKILL:training:1", "exit0:initialize:1", "launcher-SIGKILL:planning:0"
+# A process killed and a launcher killed have launched jobs of test_jobs.py too.
+SAMPLE = ("exit0:initialize:1",)
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +114,9 @@ def test_a_sample_of_the_table_of_faults(tmp_path: Path) -> None:
     assert len(outcomes) == (5 if THOROUGH else len(SAMPLE)), done.stderr
     assert not [o for o in outcomes if o["wrong"] or o["left"]], done.stdout
     says = {o["trial"]: o["message"] for o in outcomes}
-    assert "process 1 on" in says["SIGKILL:training:1"]
-    assert "was killed by signal 9 (SIGKILL)" in says["SIGKILL:training:1"]
     assert re.search("process 1 .* wait for it in jax.distributed.initialize", says["exit0:initialize:1"])
-    assert re.search("the launcher on .* has died: .* process 0 .* process 2", says["launcher-SIGKILL:planning:0"])
     if THOROUGH:
+        assert re.search("the launcher on .* has died: .* process 0 .* process 2", says["launcher-SIGKILL:planning:0"])
+        assert re.search(r"process 1 on .* was killed by signal 9 \(SIGKILL\)", says["SIGKILL:training:1"])
         assert re.search("interrupted: SIGINT came to the launcher on .*", says["launcher-SIGINT:training:0"])
         assert re.search("process 1 .* ended with ValueError: a bad batch", says["exception:planning:1"])
