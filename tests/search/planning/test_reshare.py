@@ -334,6 +334,8 @@ def test_a_plan_with_reshares_runs_in_both_forms(form: Any) -> None:
     assert found.check()
 
 
+# In switch form random programs that change ratios run in test_reshare_random.py.
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["switch", "staged"])
 def test_a_training_step_changes_its_ratio_forward_and_backward(form: Any) -> None:
     shape = {"features": 128, "read": 8, "layers": 6}
