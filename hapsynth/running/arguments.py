@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -25,6 +26,8 @@ from hapsynth.lower import Lowered, Shards, Staged, Storage
 from hapsynth.running.sharded_array import ShardedArray, plain
 from hapsynth.running.transfer import exchange
 
+logger = logging.getLogger(__name__)
+
 
 class Arguments:
     """Checks and places the arguments of one traced function."""
@@ -34,6 +37,8 @@ class Arguments:
         self.values = [traced.graph.values[v] for v in traced.graph.inputs]
         self.input_of = {leaf: i for i, leaf in enumerate(traced.array_leaves)}
         """Position among all leaves -> position among the graph's inputs."""
+        self._moved = set[int]()
+        """Of the graph's inputs those that calls had to move, which is said once of each."""
 
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any], *, structs: bool = False) -> list[Any]:
         """All leaves of a call, checked: structure, leaves that are no arrays, shapes, dtypes, deleted arrays.
@@ -91,13 +96,20 @@ class Arguments:
         stored: list[Any] = []
         consumed: set[int] = set()
         arrays = [leaves[leaf] for leaf in self.traced.array_leaves]
-        for leaf, storage, donated in zip(arrays, lowered.inputs, lowered.donated, strict=True):
+        moved: list[int] = []
+        for i, (leaf, storage, donated) in enumerate(zip(arrays, lowered.inputs, lowered.donated, strict=True)):
             x = _as_stored(leaf, storage)
             if x is None:
+                if _is_divided(leaf) and i not in self._moved:
+                    moved.append(i)
                 x = storage.put(plain(leaf), copy=donated)
             if donated:
                 consumed.add(id(x))
             stored.append(x)
+        if moved:
+            self._moved.update(moved)
+            said = ", ".join(self.traced.in_paths[i] for i in moved)
+            logger.info("each call moves %s, which the plan keeps otherwise: plan.adopt moves an argument once", said)
         if len(set(map(id, stored))) < len(stored):
             # The same array given twice cannot be consumed and used, nor consumed twice.
             seen: set[int] = set()
@@ -262,6 +274,11 @@ def _as_stored(leaf: Any, storage: Storage) -> jax.Array | Shards | None:
         same = type(s) is type(storage) and s.cuts == storage.cuts and s.sharding == storage.sharding
         return leaf.data if same else None
     return leaf if isinstance(leaf, jax.Array) and storage.holds(leaf) else None
+
+
+def _is_divided(leaf: Any) -> bool:
+    """Whether an array lies on several devices already."""
+    return isinstance(leaf, ShardedArray) or (isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1)
 
 
 def _same(a: Any, b: Any) -> bool:

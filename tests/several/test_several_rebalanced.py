@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def of_blocks(**options: Any) -> Plans:
     return planned(functions, {"step": args, "blocks": args}, fixed={"[0]": "S(0)"}, **options)
 
 
-def test_what_cannot_follow_keeps_its_sizes() -> None:
+def test_what_cannot_follow_keeps_its_sizes(caplog: pytest.LogCaptureFixture) -> None:
     plans = of_blocks(cluster=thin_cluster(SPEEDS["3:1"]))
     new = slower(plans["step"], 1, 1, 4.3, 1)
     assert new.sizes.shares != plans["step"].sizes.shares
@@ -85,7 +86,14 @@ def test_what_cannot_follow_keeps_its_sizes() -> None:
     assert found["step"] is new
     w = new.shard(np.arange(64, dtype=np.float32), np.ones((8, 64), np.float32))[0]
     x = np.ones((8, 64), np.float32)
-    np.testing.assert_allclose(found["blocks"](w, x), blocks(np.arange(64, dtype=np.float32), x), rtol=1e-5)
+    with caplog.at_level(logging.INFO, "hapsynth"):
+        for _ in range(2):
+            np.testing.assert_allclose(found["blocks"](w, x), blocks(np.arange(64, dtype=np.float32), x), rtol=1e-5)
+        found["step"](w, x)
+    # Once, and not of what came from the host.
+    assert [r.getMessage() for r in caplog.records if "moves" in r.getMessage()] == [
+        "each call moves [0], which the plan keeps otherwise: plan.adopt moves an argument once"
+    ]
 
 
 def test_bad_input() -> None:
