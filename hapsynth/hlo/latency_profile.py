@@ -23,8 +23,8 @@ _UNITS = 1e8
 5,000 for a collective, 1,000 for a loop's fusion, 1 for the rest and between two kernels: 50 us, 10 us, 10 ns. XLA does
 not name all of Triton's kernels the same when it compiles a program again."""
 _LEAST_HIDDEN = 0.25
-"""Times the median kernel, by the seconds that kernels take. Beside a shorter transfer a whole kernel would be put, and
-the next transfer would wait for the rest of it."""
+"""Of the time-weighted median of the kernels' durations. Beside a shorter transfer a whole kernel would be put, and the
+next transfer would wait for the rest of it."""
 
 
 class _Timed(NamedTuple):
@@ -42,7 +42,7 @@ def latency_profile(text: str, kind: DeviceKind, price: Price) -> bytes:
         return b""
     module = parse(text)
     timed = [*_timed(module, module.entry, kind, price)]
-    shortest = _LEAST_HIDDEN * _median_by_time([one.seconds for one in timed if not one.is_sent])
+    shortest = _LEAST_HIDDEN * _time_weighted_median([one.seconds for one in timed if not one.is_sent])
     told = {name: 0.0 if is_sent and seconds < shortest else seconds for name, seconds, is_sent in timed}
     return "".join(f'costs {{ name: "{name}" cost_us: {_UNITS * s:.3f} }}\n' for name, s in told.items()).encode()
 
@@ -59,8 +59,8 @@ def _timed(module: Module, computation: str, kind: DeviceKind, price: Price) -> 
                 yield from _timed(module, name, kind, price)
 
 
-def _median_by_time(seconds: Sequence[float]) -> float:
-    """Half of all the time is taken by what takes at most as long; 0 of nothing."""
+def _time_weighted_median(seconds: Sequence[float]) -> float:
+    """Half of all the time is in what takes at most as long; 0 of nothing."""
     ordered = np.sort(seconds)
     until = np.cumsum(ordered)
     return float(ordered[np.searchsorted(until, until[-1] / 2)]) if ordered.size else 0.0

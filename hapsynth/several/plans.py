@@ -132,8 +132,8 @@ class Plans(Mapping[str, Plan]):
         if plan is self[name]:
             return self
         kept = placements(self._roles[name], plan.program, plan.sizes)
-        others = {n: _with_state(n, p, self._roles[n], kept, plan.cluster) for n, p in self.items() if n != name}
-        plans = {n: others.get(n, plan) for n in self}
+        follow = lambda n, p: _with_state(n, p, self._roles[n], kept, plan.cluster)
+        plans = {n: plan if n == name else follow(n, p) for n, p in self.items()}
         return Plans(plans, self._named_after, self.frequency, {}, 0.0, self._said)
 
     def save(self, path: str | os.PathLike[str]) -> None:
