@@ -94,13 +94,15 @@ class Plan(Planned, Generic[P, R]):
         platform = lowered.local.platform
         if not isinstance(lowered, Staged) and platform != "cpu":
             raise ValueError(f"on {platform} a program's collectives are in what jax.profiler.trace writes: use that")
-        lowered.recording = True
+        self._recording = True
         try:
             results = self(*args, **kwargs)
         finally:
-            lowered.recording = False
-        assert lowered.recorded is not None
-        return results, lowered.recorded
+            self._recording = False
+        # A first call may have changed the form.
+        recorded = self.lowered_for(self._donate and not _jax.looked_for()).recorded
+        assert recorded is not None
+        return results, recorded
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], donate: bool) -> tuple[Lowered | Staged, list[Any]]:
         """The form that ran, and the stored results that it made."""
@@ -110,6 +112,7 @@ class Plan(Planned, Generic[P, R]):
         before_call(self, stored)
         # What was found there may have changed the form, not how things are stored.
         lowered = self.lowered_for(donate)
+        lowered.recording = self._recording
         try:
             made = lowered(stored)
         except Exception as error:
@@ -120,6 +123,8 @@ class Plan(Planned, Generic[P, R]):
             if lost:
                 error.add_note(f"hapsynth: the call had consumed these arguments, which are lost: {', '.join(lost)}")
             raise
+        finally:
+            lowered.recording = False
         after_call()
         return lowered, made
 
@@ -194,9 +199,9 @@ class Plan(Planned, Generic[P, R]):
         Raises TypeError, ValueError or RuntimeError as `shard` does before anything moves.
         """
         leaves, first = self.arguments.leaves_of(arg, argument)
-        old_plan.arguments.leaves_of(arg, argument)
         self.arguments.check(leaves, first, self.arguments.path_from(first))
-        out = self.arguments.move(self.lowered, old_plan.lowered, leaves, first, free=self._donate)
+        old = old_plan.arguments.storages(old_plan.lowered, argument, arg)
+        out = self.arguments.move(self.lowered, old, leaves, first, free=self._donate)
         return jax.tree_util.tree_structure(argument).unflatten(out)
 
     def save_state(self, path: str | os.PathLike[str], state: Any, arg: int | str = 0) -> None:
@@ -249,13 +254,13 @@ class Plan(Planned, Generic[P, R]):
     def resync(self, argument: T, arg: int | str = 0) -> T:
         """The state with the first device's copy of each such leaf on all devices; as `drift`. The rest is passed on as
         it is, and nothing is consumed."""
-        leaves, tree = jax.tree_util.tree_flatten(argument)
+        leaves, first = self.arguments.leaves_of(arg, argument)
         for i, _, storage, x in self._copied(argument, arg):
-            leaves[i] = wrap(storage, resynced(storage, x))
-        return tree.unflatten(leaves)
+            leaves[self.traced.array_leaves[i] - first] = wrap(storage, resynced(storage, x))
+        return jax.tree_util.tree_structure(argument).unflatten(leaves)
 
     def _copied(self, argument: Any, arg: int | str) -> list[tuple[int, str, Storage, jax.Array | Shards]]:
-        """(number, path, storage, stored array) of the leaves of carried state of which several devices hold a part."""
+        """As `Arguments.held`, the leaves of carried state of which several devices hold a part."""
         carried = {source for source, _ in self.traced.graph.carry}
         held = self.arguments.held(self.lowered, argument, arg)
         return [leaf for leaf in held if leaf[0] in carried and copied_along(leaf[2])]

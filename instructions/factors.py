@@ -131,9 +131,14 @@ class Factors:
     def multiplies(self, *groups: tuple[int, ...]) -> None:
         """The op is linear in each group of operands, by factors that the others make. A partial sum passes only where
         these are known to be finite: 0 x inf is NaN, and a device's part may be zero, or of another sign, where the sum
-        is not. (A part that is no partial sum is of terms that are nobody else's: that is sound.)"""
-        others = lambda group: (i for i in range(len(self.op.operands)) if i not in group)
-        self.linear = tuple(g for g in groups if all(is_known(self.op, i, np.isfinite) for i in others(g)))
+        is not. (A part that is no partial sum is of terms that are nobody else's: that is sound.) And not into a wider
+        type where it wraps: a sum of integers must wrap in the same one."""
+        op = self.op
+        others = lambda group: (i for i in range(len(op.operands)) if i not in group)
+        wraps_alike = lambda i: is_inexact(op.dtypes[i]) or op.dtypes[i] == op.result_dtypes[0]
+        self.linear = tuple(
+            g for g in groups if all(is_known(op, i, np.isfinite) for i in others(g)) and all(map(wraps_alike, g))
+        )
 
     def position(self, dims: tuple[Dim, ...], factor: int) -> int | None:
         """The dimension that is cut when `factor` is; None where the tensor does not have it."""
@@ -203,7 +208,7 @@ class Factors:
                     t = Triple(ins, (partial,) * n_out)
                     if self._literals_fit(t) and any(isinstance(op.operands[i], int) for i in group):
                         found.append(t)
-        found += self.extra
+        found += filter(self._literals_fit, self.extra)
         return tuple(dict.fromkeys(filter(self._dtypes_fit, found)))
 
     def joint(self, axes: int, owned: bool = False) -> tuple[Triples, ...]:

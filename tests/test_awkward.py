@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from awkward_cases import CASES, floats
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from slow_devices import SPEEDS, first_devices, thin_cluster
 from thoroughness import THOROUGH
@@ -98,6 +99,38 @@ def test_same_as_jit(name: str, on: str) -> None:
         assert any(len(set(shares)) > 1 for shares in plan.sizes.shares), plan.sizes.shares
     if name in IDLE and on == "hopeless":
         assert any(shares[1] == 0 and sum(shares) > 1 for shares in plan.sizes.shares), plan.sizes.shares
+
+
+def normed(x: Any, k: Any) -> Any:
+    """Behind the end of a shard, 0 / 0."""
+    names = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(x / x, k, (1,), "SAME", dimension_numbers=names, feature_group_count=3)
+
+
+TAKEN = np.arange(26) % 24 - 1
+STRICT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]] = {
+    "a number of NumPy's": (lambda p, rate: p - rate * p, (floats(24).astype(jnp.bfloat16), np.float64(0.1)), {}),
+    "a number that is put": (lambda x: x * jax.device_put(2.0), (floats(24, 3),), {}),
+    "every other row": (lambda u: jnp.zeros((9, 64)).at[::2].add(u), (floats(5, 64),), {"[0]": "S(0)"}),
+    "groups of what is no number": (
+        normed,
+        (np.abs(floats(2, 4, 3)).astype(jnp.bfloat16), floats(3, 1, 3).astype(jnp.bfloat16)),
+        {"[0]": "S(2)", "[1]": "S(2)"},
+    ),
+    "clipped indices": (
+        jax.grad(lambda e: jnp.sum(jnp.take(e, TAKEN, 0, mode="clip") ** 2)),
+        (floats(24, 8),),
+        {"[0]": "S(0)"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRICT)
+def test_same_as_jit_where_ranks_are_not_promoted(name: str) -> None:
+    fn, args, fixed = STRICT[name]
+    with jax.numpy_rank_promotion("raise"):
+        plan = planned(fn, args, fixed=fixed)
+        assert_same(plan(*args), jax.jit(fn)(*args), plan)
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:

@@ -142,8 +142,9 @@ class Monitor(Generic[P]):
 
     def _slowdown(self, results: Any) -> float:
         seconds = self._given
-        if not seconds and self._meetings is not None and not self._meetings.measured:
-            seconds = [self._meetings.local_s]
+        meetings = self._meetings
+        if not seconds and meetings is not None and not meetings.measured and meetings.local_s is not None:
+            seconds = [meetings.local_s]
         if not seconds:
             jax.block_until_ready(results)
             return self._probe.slowdown(self.probe_s)

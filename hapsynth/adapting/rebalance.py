@@ -14,6 +14,7 @@ from typing import Generic
 import numpy as np
 
 from hapsynth._options import check_gain
+from hapsynth.adapting.resize import best_sizes, resized
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.instructions.program.sizes import Sizes
@@ -22,11 +23,7 @@ from hapsynth.running.base import P, Planned
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import load_seconds, shares
 from hapsynth.search.cost.program_index import ProgramIndex
-from hapsynth.search.memory.profile import held_by
-from hapsynth.search.result import Result
 from hapsynth.search.scheduling.timeline import step_seconds
-from hapsynth.search.sizing.ratios import proportional
-from hapsynth.search.sizing.sizer import Sizer
 
 THRESHOLD = 0.05
 """The predicted gain that is worth moving state for."""
@@ -117,36 +114,15 @@ def propose(plan: P, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal
         return cost(program, sizes, costs) <= cost(program, plan.sizes, costs) * (1 - threshold)
 
     cluster, costs = at(slowdown)
-    sizer = Sizer(program, plan.sizes.classes, costs)
-    proposed = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)
+    proposed, peak = best_sizes(plan, costs)
     before = cost(program, plan.sizes, costs)
     models = [costs, *(at(one)[1] for one in measured.T if measured.shape[1] > 1)]
-    if sizer.memory.peak(proposed) > plan.memory_limit or not all(gains(proposed, c) for c in models):
-        proposed = plan.sizes
-    sizes = agreed(plan.mesh, proposed)
+    fits = peak <= plan.memory_limit
+    # All do what the first one's numbers say.
+    sizes = agreed(plan.mesh, proposed if fits and all(gains(proposed, c) for c in models) else plan.sizes)
     after = cost(program, sizes, costs)
-    if sizes.shares == plan.sizes.shares:
-        return Proposal(plan, before, after, tuple(slowdown.tolist()))
-    new = plan.with_result(resized_result(plan, sizes, costs, after), cluster)
+    new = plan if sizes.shares == plan.sizes.shares else resized(plan, sizes, costs, cluster)
     return Proposal(new, before, after, tuple(slowdown.tolist()))
-
-
-def resized_result(plan: Planned, sizes: Sizes, costs: CostModel, cost: float) -> Result:
-    """The plan's result at other sizes. Its bounds do not hold on another cluster or at other shapes."""
-    memory = np.zeros(plan.cluster.n)
-    memory[list(plan.devices)] = held_by(plan.program, sizes, costs)
-    return replace(
-        plan.result,
-        sizes=sizes,
-        cost_s=cost,
-        lower_bound_s=0.0,
-        joint_lower_bound_s=0.0,
-        status="gap",
-        memory_bytes=tuple(memory.tolist()),
-        with_all_s=None,
-        exposed_communication_s=0.0,
-        clocks_s={},
-    )
 
 
 def _at_speeds(cluster: Cluster, devices: Sequence[int], slowdown: Floats, tolerance: float) -> Cluster:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import tree_flatten, tree_structure
 
 from hapsynth._quantities import nbytes
-from hapsynth.adapting.rebalance import resized_result
+from hapsynth.adapting.resize import best_sizes, resized
 from hapsynth.graph.ir import Graph, Literal, Op, Operand
 from hapsynth.graph.rematerialize import recomputed
 from hapsynth.graph.trace import Traced, trace
@@ -18,13 +18,8 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes, layout_nodes
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.running.allgather import agreed
 from hapsynth.running.base import P, Planned
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.scheduling.timeline import step_seconds
-from hapsynth.search.sizing.fixed_ratios import FixedRatios
-from hapsynth.search.sizing.ratios import proportional
-from hapsynth.search.sizing.sizer import Sizer
 
 _AGAIN = "synthesize for these shapes"
 
@@ -48,9 +43,7 @@ def for_shapes(plan: P, args: Sequence[Any], kwargs: Mapping[str, Any]) -> P:
     try:
         classes = Classes.build(graph, plan.program, table)
         pinned = list(_kept(plan, graph))
-        sizer = Sizer(plan.program, classes, costs, FixedRatios(named=dict(_pinned(plan.sizes, classes, pinned))))
-        best = sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit)
-        sizes = agreed(plan.mesh, best)
+        sizes, peak = best_sizes(plan, costs, classes, dict(_pinned(plan.sizes, classes, pinned)))
         check(graph, plan.program, sizes)
     except ProgramError as error:
         raise ShapeError(f"the plan's program is none at these shapes ({error}): {_AGAIN}") from error
@@ -62,11 +55,9 @@ def for_shapes(plan: P, args: Sequence[Any], kwargs: Mapping[str, Any]) -> P:
                 f"argument {path}, whose shape stays, is kept in shards of {list(before)}, and at these shapes that "
                 f"dimension is cut with others in shards of {list(after)}: {_AGAIN}"
             )
-    peak = sizer.memory.peak(sizes)
     if peak > plan.memory_limit:
         raise ShapeError(f"the program needs {nbytes(peak)} on a device that has {nbytes(plan.memory_limit)}: {_AGAIN}")
-    cost = step_seconds(plan.program, sizes, costs, overlap=plan.result.overlap)
-    return plan.with_result(resized_result(plan, sizes, costs, cost), plan.cluster, traced)
+    return resized(plan, sizes, costs, plan.cluster, traced)
 
 
 def _traced(plan: Planned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:

@@ -13,7 +13,6 @@ from hapsynth.checkpoint.manifest import (
     Box,
     CheckpointError,
     Leaf,
-    Piece,
     common,
     read_manifest,
     size_of,
@@ -53,9 +52,9 @@ class Reader:
         leaf = self.leaves[number]
         assert isinstance(leaf, Leaf)
         out, filled = np.empty([stop - start for start, stop in box], leaf.stored_dtype), 0
-        for piece in leaf.pieces:
+        for n, piece in enumerate(leaf.pieces):
             if (part := common(piece.box, box)) is not None:
-                out[within(part, box)] = self._piece(leaf, piece)[within(part, piece.box)]
+                out[within(part, box)] = self._piece(number, n)[within(part, piece.box)]
                 filled += size_of(part)
         if filled != out.size:
             raise CheckpointError(f"{self.path}: {written(box)} of {leaf.path} is not in it; {self._way_out()}")
@@ -67,7 +66,10 @@ class Reader:
         assert isinstance(leaf, Leaf)
         return self.read(number, tuple((0, n) for n in leaf.stored_shape))
 
-    def _read(self, leaf: Leaf, piece: Piece) -> np.ndarray:
+    def _read(self, number: int, n: int) -> np.ndarray:
+        leaf = self.leaves[number]
+        assert isinstance(leaf, Leaf)
+        piece = leaf.pieces[n]
         file, due = self._file(piece.file), leaf.nbytes(piece.box)
         try:
             with open(file, "rb") as source:

@@ -201,6 +201,11 @@ def _agreed(mesh: Mesh, what: str, work: Callable[[], Any]) -> list[Any]:
         at = "" if failed.filename is None else f" ({failed.filename})"
         error = failed
         message = {"error": f"{what}: {failed.strerror}{at}; give a folder that can be, with room enough"}
+    except Exception as failed:
+        # Of memory that is out, say, the others are to be told, which would wait.
+        if not mesh.is_multi_process:
+            raise
+        message, error = {"error": f"{what}: {type(failed).__name__}: {failed}"}, failed
     if mesh.is_multi_process and error is not None:
         message["error"] += f" [process {jax.process_index()} on {socket.gethostname()}]"
     answers = _told(mesh, message)

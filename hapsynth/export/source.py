@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import inspect
-import textwrap
 import zlib
 from typing import Any
 
@@ -25,6 +24,8 @@ from hapsynth.running.base import Planned
 from hapsynth.running.form import only_exact
 
 _MARK = "# ---- copied from here on\n"
+_LINE = 110
+"""Characters of a line of data."""
 _HEAD = '''"""A program that hapsynth planned for the cluster '{cluster}', on {sizes}. It needs nothing but JAX.
 
 To run it, here as a training step:
@@ -188,5 +189,5 @@ def _whole(x: Any) -> str:
     if host.size <= 64:
         return array(host)
     packed = base64.b64encode(zlib.compress(np.ascontiguousarray(host).tobytes(), 9)).decode()
-    lines = "\n".join(f'    "{part}"' for part in textwrap.wrap(packed, 110))
+    lines = "\n".join(f'    "{packed[at : at + _LINE]}"' for at in range(0, len(packed), _LINE))
     return f"array(\n    {host.shape!r},\n    {host.dtype.name!r},\n{lines},\n)"

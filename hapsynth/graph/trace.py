@@ -49,8 +49,8 @@ def is_array_like(leaf: Any) -> bool:
 
 def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     """The shape and dtype of one argument leaf; a leaf that has none is an error naming its path."""
-    if isinstance(leaf, (bool, int, float, complex)):
-        # As `jax.jit` sees it: a weakly typed scalar.
+    if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic):
+        # As `jax.jit` sees it: a weakly typed scalar, but for NumPy's, some of which are Python's too.
         try:
             aval = jax.eval_shape(lambda: jax.numpy.asarray(leaf))
         except OverflowError as error:

@@ -26,7 +26,7 @@ class ComputeTimer:
         self.possible = _gloo.joins(mesh)
         self.measured = False
         """Whether the next call is to be measured: the same in all processes."""
-        self.local_s = 0.0
+        self.local_s: float | None = None
         """Seconds in which this process computed in the last measured call; what it waited for others is not in it."""
         self._since = self._sum = 0.0
 

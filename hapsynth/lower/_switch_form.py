@@ -52,7 +52,8 @@ class Lowered(LoweredProgram):
 
     def __call__(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
-        with _jax.on_mesh(self.mesh):
+        # Compiled also where JAX runs functions op by op.
+        with _jax.on_mesh(self.mesh), jax.disable_jit(False):
             return self.run([*stored, *self.placed_constants])
 
     def run(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -153,19 +153,32 @@ class Arguments:
                 raise ValueError(f"{path} does not lie as the plan keeps it: pass what plan.shard or a call returned")
             yield position, path, storage, stored
 
+    def storages(self, lowered: Lowered | Staged, argument: Any, arg: int | str) -> list[Storage | None]:
+        """How each leaf of an argument is kept; None for one that is no array."""
+        leaves, first = self.leaves_of(arg, argument)
+        positions = map(self.input_of.get, range(first, first + len(leaves)))
+        return [None if position is None else lowered.inputs[position] for position in positions]
+
     def move(
-        self, lowered: Lowered | Staged, old: Lowered | Staged, leaves: Sequence[Any], first: int, *, free: bool
+        self,
+        lowered: Lowered | Staged,
+        old: Sequence[Storage | None],
+        leaves: Sequence[Any],
+        first: int,
+        *,
+        free: bool,
     ) -> list[Any]:
-        """Checked leaves as `lowered` keeps them. With `free` those that moved from `old` are freed."""
+        """Checked leaves as `lowered` keeps them; `old`: how each was kept. With `free` those that moved from there are
+        freed."""
         out, freed, uses = list(leaves), list[str](), Counter(map(id, leaves))
         try:
             for i, leaf in enumerate(leaves):
                 position = self.input_of.get(first + i)
                 if position is None:
                     continue
-                source, target = old.inputs[position], lowered.inputs[position]
-                stored = _as_stored(leaf, source)
-                moved = None if stored is None else exchange(source, target, stored)
+                source, target = old[i], lowered.inputs[position]
+                stored = None if source is None else _as_stored(leaf, source)
+                moved = None if source is None or stored is None else exchange(source, target, stored)
                 if moved is None:
                     moved = target.put(plain(leaf), copy=True)
                 out[i] = wrap(target, moved)

@@ -74,6 +74,7 @@ class Planned(ABC):
         self._donate = donate
         self._asked: Form = form
         self._asked_overlap = overlap or result.overlap
+        self._recording = False
         self._forms: dict[bool, Lowered | Staged] = {}
         """The compiled form by whether it consumes carried state."""
         self.arguments = Arguments(traced)

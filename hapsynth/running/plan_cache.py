@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import logging
+import numbers
 import os
 import platform
 import sys
@@ -151,9 +152,12 @@ def _drop_oldest(folder: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: NumPy's numbers and arrays, mappings and sequences that are neither dict nor list."""
+    """What JSON does not know: numbers and arrays of NumPy and others, mappings and sequences that are neither dict nor
+    list."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
+    if isinstance(value, numbers.Real):
+        return float(value)
     return dict(value) if isinstance(value, Mapping) else list(value)
 
 

@@ -61,11 +61,14 @@ class JointPlanner:
         self._searches = len(called) * (len(called) + 1) + len(self.weights) - len(called)
         tasks: dict[str, Task] = {}
         for name in called:
-            self.alone[name] = self._plan(name, {}, None, self.options.memory_limit, tasks)
+            self.alone[name] = self._plan(name, {}, None, tasks)
         ranked = sorted(called, key=lambda n: -self.weights[n] * self.alone[n].cost_s)
         everyone = tuple(range(self.cluster.n))
         known = {n: r.bounds or {everyone: r.joint_lower_bound_s} for n, r in self.alone.items()}
-        self._bounds = {s: sum(self.weights[n] * known[n][s] for n in called) for s in known[ranked[0]]}
+        everywhere = dict.fromkeys(devices for bounds in known.values() for devices in bounds)
+        # On devices that the search for a function passed over it takes no less than on the best for it.
+        bound = lambda n, devices: known[n].get(devices, min(known[n].values()))
+        self._bounds = {s: sum(self.weights[n] * bound(n, s) for n in called) for s in everywhere}
         self._weighing = Weighing(self.state, tasks, self.weights, self.fixed)
         under = (partial(self._under, first, ranked) for first in ranked)
         attempts: list[Callable[[], dict[str, Result] | None]] = list(under)
@@ -121,7 +124,7 @@ class JointPlanner:
         devices = _devices(self.cluster, result)
         for name in called:
             if name != first:
-                results[name] = self._plan(name, kept, devices, self.options.memory_limit)
+                results[name] = self._plan(name, kept, devices)
                 kept = self._decided(name, results[name]) | kept
         return results
 
@@ -149,7 +152,7 @@ class JointPlanner:
         if not layouts:
             return None
         kept = {leaf: StatePlacement(layout, {}) for leaf, layout in layouts.items()}
-        return self._under(called[0], called, self._plan(called[0], kept, devices, self.options.memory_limit))
+        return self._under(called[0], called, self._plan(called[0], kept, devices))
 
     def _completed(self, results: dict[str, Result]) -> dict[str, Result]:
         """With the functions that are not counted, and all within the memory that the rest of the state leaves."""
@@ -159,17 +162,18 @@ class JointPlanner:
         devices = _devices(self.cluster, next(iter(results.values())))
         for name in self.state.roles:
             if name not in results:
-                results[name] = self._plan(name, kept, devices, self.options.memory_limit)
+                results[name] = self._plan(name, kept, devices)
                 kept = self._decided(name, results[name]) | kept
         for name, result in results.items():
             # What no function uses.
             kept |= {leaf: how for leaf, how in self._kept(name, result).items() if leaf not in kept}
         for name, role in self.state.roles.items():
-            result, limit = results[name], self.options.memory_limit
-            room = np.array(result.memory_limit_bytes)[list(devices)] - self._rest(role, kept, result)
-            full = bool((np.array(result.memory_bytes)[list(devices)] > room).any())
+            result = results[name]
+            room = np.array(result.memory_limit_bytes)
+            room[list(devices)] -= self._rest(role, kept, result)
+            full = bool((np.array(result.memory_bytes) > room).any())
             if full or any(how != kept[leaf] for leaf, how in self._kept(name, result).items()):
-                results[name] = self._plan(name, kept, devices, float(room.min()) if full else limit)
+                results[name] = self._plan(name, kept, devices, cluster=self._with_room(room) if full else None)
         return {name: results[name] for name in self.state.roles}
 
     def _decided(self, name: str, result: Result) -> dict[int, StatePlacement]:
@@ -201,6 +205,12 @@ class JointPlanner:
             held += part * prod(shape) * dtype.itemsize
         return held
 
+    def _with_room(self, room: Floats) -> Cluster:
+        """The cluster with no more memory than `room` [devices]; devices of a kind stay alike."""
+        kinds = self.cluster.devices
+        least = {kind: min(room[d] for d, one in enumerate(kinds) if one == kind) for kind in set(kinds)}
+        return replace(self.cluster, devices=tuple(replace(kind, memory=max(least[kind], 1.0)) for kind in kinds))
+
     def _left(self) -> float | None:
         budget = self.options.time_budget_s
         return None if budget is None else budget - (time.perf_counter() - self._began)
@@ -214,11 +224,11 @@ class JointPlanner:
         name: str,
         kept: Mapping[int, StatePlacement],
         devices: tuple[int, ...] | None,
-        limit: float | None,
         tasks: dict[str, Task] | None = None,
+        cluster: Cluster | None = None,
     ) -> Result:
         """One function, with some leaves of the state as `kept`; on some devices, or those that are worth it.
-        `tasks` takes the task that it was."""
+        `tasks` takes the task that it was; `cluster`: with the memory that it may use, else all."""
         uncut = frozenset[tuple[int, int]]()
         fixed = {leaf: StatePlacement(layout, {}) for leaf, layout in self.fixed.items()}
         asked = StateRequirements.of(self.state.roles[name], fixed | dict(kept))
@@ -231,14 +241,13 @@ class JointPlanner:
         while True:
             options = replace(
                 self.options,
-                memory_limit=limit,
                 time_budget_s=left,
                 progress=self._relay(name),
                 restriction=asked.restriction(uncut),
                 fixed_ratios=self._pins(name, asked),
                 devices=devices,
             )
-            task = Task(self.state.roles[name].traced.graph, self.cluster, options)
+            task = Task(self.state.roles[name].traced.graph, cluster or self.cluster, options)
             try:
                 result = ClusterPlanner(task).run()
             except InfeasibleError as error:

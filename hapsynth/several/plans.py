@@ -17,13 +17,12 @@ import jax
 
 from hapsynth._options import Ratios, check_dict, fixed_ratios_of, layouts_of, traced_as_asked
 from hapsynth._warn import warn_user
-from hapsynth.adapting.rebalance import resized_result
+from hapsynth.adapting.resize import best_sizes, resized
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.jobs import check_mesh
 from hapsynth.plan import Plan
-from hapsynth.running.allgather import agreed
 from hapsynth.running.form import Form
 from hapsynth.running.plan_file import (
     SEVERAL,
@@ -39,10 +38,7 @@ from hapsynth.running.plan_file import (
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.planning.task import PlanningOptions
 from hapsynth.search.result import Result
-from hapsynth.search.scheduling.timeline import step_seconds
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError
-from hapsynth.search.sizing.ratios import proportional
-from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.several.joint_planner import JointPlanner
 from hapsynth.several.placement import StatePlacement, StateRequirements, placements
 from hapsynth.several.shared_state import Role, SharedState, shared_state
@@ -131,10 +127,14 @@ class Plans(Mapping[str, Plan]):
             raise ValueError(f"the plan is not that of {name!r} at other sizes: give what rebalancing it gave")
         if plan is self[name]:
             return self
-        kept = placements(self._roles[name], plan.program, plan.sizes)
-        follow = lambda n, p: _with_state(n, p, self._roles[n], kept, plan.cluster)
-        plans = {n: plan if n == name else follow(n, p) for n, p in self.items()}
-        return Plans(plans, self._named_after, self.frequency, {}, 0.0, self._said)
+        plans, kept = {name: plan}, dict[int, StatePlacement]()
+        # Of what the first one has none, the most used decides.
+        for n in sorted(self, key=lambda n: (n != name, -self.frequency[n] * self[n].cost)):
+            role = self._roles[n]
+            if n != name:
+                plans[n] = _with_state(n, self[n], role, kept, plan.cluster)
+            kept = placements(role, plans[n].program, plans[n].sizes) | kept
+        return Plans({n: plans[n] for n in self}, self._named_after, self.frequency, {}, 0.0, self._said)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all plans into one JSON file, whole or not at all; OSError where that cannot be done."""
@@ -246,11 +246,10 @@ def _with_state(name: str, plan: Plan, role: Role, kept: Mapping[int, StatePlace
     """A plan at the sizes for a cluster at which the state lies as `kept`; as it is, with a warning, where its program
     has none."""
     asked, costs = StateRequirements.of(role, kept), plan.cost_model(cluster.subset(plan.devices))
-    sizer = Sizer(plan.program, plan.sizes.classes, costs, FixedRatios(named=asked.named))
-    sizes = agreed(plan.mesh, sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit))
+    sizes, peak = best_sizes(plan, costs, pinned=asked.named)
     paths = dict(zip(role.traced.graph.inputs, role.traced.in_paths, strict=True))
     why = ", ".join(sorted(paths.get(value, role.traced.graph.values[value].name) for value, _ in asked.broken(sizes)))
-    if not why and sizer.memory.peak(sizes) > plan.memory_limit:
+    if not why and peak > plan.memory_limit:
         why = "all of it, as it would hold too much then"
     if why:
         warn_user(
@@ -259,8 +258,7 @@ def _with_state(name: str, plan: Plan, role: Role, kept: Mapping[int, StatePlace
             StateWarning,
         )
         return plan
-    cost = step_seconds(plan.program, sizes, costs, overlap=plan.result.overlap)
-    return plan.with_result(resized_result(plan, sizes, costs, cost), cluster)
+    return resized(plan, sizes, costs, cluster)
 
 
 def _in_one_form(

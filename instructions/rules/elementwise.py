@@ -141,7 +141,8 @@ def _select(f: Factors) -> None:
 
 
 def _as_they_are(local: Local, operands: Sequence[Any]) -> list[Any]:
-    return list(operands)
+    # A literal is a number.
+    return [x if hasattr(x, "shape") else jnp.asarray(x, d) for x, d in zip(operands, local.op.dtypes, strict=True)]
 
 
 @register("sharding_constraint", local=_as_they_are, flops=no_flops, fusible=True, note="the plan's layouts replace it")

@@ -174,12 +174,15 @@ def _scatter_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     """Drop the updates that fall outside [offset, offset + share)."""
     op, served = local.op, _served(local)
     if not served:
-        return bind(op.primitive, operands, op.params)
+        # On padded shards what lies behind goes where some other update does.
+        padded = any(cut.held is not None for cut in local.cuts.values())
+        anywhere = {"indices_are_sorted": False, "unique_indices": False} if padded else {}
+        return bind(op.primitive, operands, {**op.params, **anywhere})
     x, index, updates = operands[0], _as_int32(operands[1]), operands[2]
     if op.params["mode"] == Mode.CLIP:
         # Clip where the whole operand would; the shard itself must drop.
         room = [op.shapes[0][c] - extents(op)[c] for c in components(op)]
-        index = jnp.clip(index, 0, np.asarray(room, np.int32))
+        index = jnp.clip(index, 0, np.broadcast_to(np.asarray(room, np.int32), index.shape))
     for _, column, cut in served:
         wanted = index[..., column]
         place = wanted - cut.offset()

@@ -81,6 +81,9 @@ def _can_be(graph: Graph, sizes: Sizes, table: FactorTable, i: Instruction) -> b
         if nodes and is_uneven(sizes, nodes[0]):
             if factor in factors.reductions and op.name not in (*MASKED, "gather"):
                 return False
+            if factor not in factors.reductions and factors.finite_only:
+                # What lies behind may be NaN.
+                return False
             if any(factor in dim for dim in batch):
                 return False
     return True

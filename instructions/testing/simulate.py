@@ -57,11 +57,15 @@ def parts(rng: np.random.Generator, full: Array, reduction: Reduction, n: int) -
     """What each of n devices holds of a partial value: random arrays that combine to it."""
     x = np.asarray(full)
     if reduction == "sum":
-        # Small integers or quarters, so that float sums are exact wherever the type has room for them.
-        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-        unit = 4 if inexact and jnp.finfo(x.dtype).nmant >= 7 else 1
-        low, high = (-2 * unit, 2 * unit) if inexact else (0, 8)
-        made = [(rng.integers(low, high, x.shape) / unit).astype(x.dtype) for _ in range(n - 1)]
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            # Small integers or quarters, so that float sums are exact wherever the type has room for them.
+            unit = 4 if jnp.finfo(x.dtype).nmant >= 7 else 1
+            made = [(rng.integers(-2 * unit, 2 * unit, x.shape) / unit).astype(x.dtype) for _ in range(n - 1)]
+        else:
+            # The least and the most of the type, so that sums wrap.
+            info = jnp.iinfo(x.dtype)
+            ends = np.array([max(info.min, 1 - info.max), info.max]).astype(x.dtype)
+            made = [ends[rng.integers(0, 2, x.shape)] for _ in range(n - 1)]
         made = [np.where(rng.random(x.shape) < 0.3, np.zeros_like(m), m) for m in made]
         with np.errstate(all="ignore"):
             rest = x - sum(made[1:], start=made[0]) if made else x

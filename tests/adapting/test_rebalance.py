@@ -19,6 +19,7 @@ from hapsynth.adapting.monitor import Monitor
 from hapsynth.adapting.probe import Probe
 from hapsynth.adapting.rebalance import busy_seconds, propose, slowdowns
 from hapsynth.instructions.layout import R, S
+from hapsynth.lower._compute_timer import ComputeTimer
 from hapsynth.plan import Plan
 from hapsynth.running.drift import leaf_drift, resynced
 from hapsynth.running.sharded_array import ShardedArray
@@ -217,6 +218,30 @@ def test_drift_is_measured_and_mended(plan: Plan, replicated: Any) -> None:
     assert mended["m"]["a"] is replicated["m"]["a"]
 
 
+def test_drift_is_mended_wherever_the_state_is() -> None:
+    """Behind another argument, and behind a leaf that is no array."""
+
+    def step(batch: Any, state: Any) -> Any:
+        new = {k: x if k == "kind" else x + batch["x"].sum() * batch["y"].sum() for k, x in state.items()}
+        return new, new["v"].sum()
+
+    batch = {"x": np.ones((8, 4), np.float32), "y": np.ones(8, np.float32)}
+    state = {"kind": "sgd", "v": np.arange(4, dtype=np.float32), "w": np.ones(4, np.float32)}
+    fixed = {"[1]['v']": "R", "[1]['w']": "R"}
+    clus = cluster([SPEED] * 4)
+    plan = hapsynth.synthesize(step, (batch, state), mesh_of(), cluster=clus, fixed=fixed, leave_out=False)
+    _, kept = plan.shard(batch, state)
+    kept["w"] = apart(kept["w"], lambda w: w + 1)
+    assert [leaf.path for leaf in plan.drift(kept, 1).leaves if not leaf.equal] == ["[1]['w']"]
+    mended = plan.resync(kept, 1)
+    assert plan.drift(mended, 1).equal
+    assert mended["kind"] == "sgd"
+    for name in ("v", "w"):
+        assert all((np.asarray(s.data) == state[name]).all() for s in mended[name].addressable_shards)
+    (shard, *_) = plan.resync(kept["w"], "[1]['w']").addressable_shards
+    np.testing.assert_array_equal(shard.data, state["w"])
+
+
 @pytest.mark.parametrize(
     ("dtype", "value", "other", "distance"),
     [
@@ -248,6 +273,23 @@ def test_what_is_beyond_a_shard_is_not_compared() -> None:
     last = lambda at: lambda x: np.where(np.arange(3) == at, 7, x).astype(np.float32)
     assert leaf_drift("x", storage, apart(stored, last(2))).equal
     assert leaf_drift("x", storage, apart(stored, last(0))).max_abs == 4.0
+
+
+def test_an_argument_is_adopted_from_another_function() -> None:
+    scaled = lambda rate, w: w * rate
+    both = lambda x, w: (x["a"].sum() + x["b"].sum()) * w
+    w, options = np.arange(8, dtype=np.float32), {"cluster": cluster([3 * SPEED, SPEED]), "leave_out": False}
+    mesh = mesh_of(2)
+    old = hapsynth.synthesize(scaled, (np.float32(2), w), mesh, fixed={"[1]": "S(0)"}, **options)
+    x = {"a": np.ones((), np.float32), "b": np.ones(3, np.float32)}
+    new = hapsynth.synthesize(both, (x, w), mesh, fixed={"[1]": "R"}, **options)
+    _, kept = old.shard(np.float32(2), w)
+    moved = new.adopt(kept, old, 1)
+    np.testing.assert_array_equal(new.unshard(moved), w)
+    # It went from where the old plan had it.
+    assert kept.is_deleted()
+    back = old.adopt(moved, new, 1)
+    np.testing.assert_array_equal(old.unshard(back), w)
 
 
 def test_drift_of_keys() -> None:
@@ -292,6 +334,18 @@ def test_a_monitor_takes_the_median_of_its_window(plan: Plan, monkeypatch: pytes
     assert monitor.plan is said[5].plan
     assert monitor.scalars == {"hapsynth/predicted_step_s": monitor.plan.cost}
     assert [monitor.step(seconds=predicted) for _ in range(5)] == [None] * 5
+
+
+def test_a_monitor_measures_itself_where_no_call_was_measured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a first call that changed the plan's form: its timer is new, and was asked for nothing."""
+    assert plan.mesh is not None
+    timer = ComputeTimer(plan.mesh)
+    timer.possible = True
+    monkeypatch.setattr(Monitor, "_meetings", timer)
+    monitor = Monitor(plan, every=1, window=1)
+    timer.measured = False
+    monitor.step()
+    assert monitor.scalars["hapsynth/slowdown"] > 0
 
 
 def test_a_monitor_waits_until_its_window_agrees(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

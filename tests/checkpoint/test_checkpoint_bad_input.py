@@ -8,6 +8,7 @@ import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from random_plans import floats, make_plan, step, step_args
 import hapsynth
 from hapsynth import CheckpointError
 from hapsynth.checkpoint import manifest
+from hapsynth.checkpoint import state as checkpoint_state
 from hapsynth.checkpoint.reader import Reader
 from hapsynth.plan import Plan
 
@@ -239,6 +241,23 @@ def test_a_disk_too_small(plan: Plan, saved: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(list(saved.iterdir())) == 2
     assert all(before[path].tobytes() == x.tobytes() for path, x in hapsynth.load_state(saved).items())
+
+
+def test_the_others_hear_of_any_failure(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    """Of one that nobody thought of too: they would wait for this process."""
+    told: list[Any] = []
+    monkeypatch.setattr(checkpoint_state, "_told", lambda mesh, message: told.append(message) or told)
+
+    def work() -> None:
+        raise MemoryError("no more")
+
+    several: Any = SimpleNamespace(is_multi_process=True)
+    with pytest.raises(CheckpointError, match=r"x: cannot be read: MemoryError: no more \[process 0 on "):
+        checkpoint_state._agreed(several, "x: cannot be read", work)  # pyright: ignore[reportPrivateUsage]
+    assert len(told) == 1
+    assert plan.mesh is not None
+    with pytest.raises(MemoryError):
+        checkpoint_state._agreed(plan.mesh, "x", work)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_path_that_is_a_file(plan: Plan, tmp_path: Path) -> None:

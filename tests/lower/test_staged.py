@@ -144,8 +144,9 @@ def test_values_of_less_than_a_byte() -> None:
             np.testing.assert_array_equal(each.unshard(each(*each.shard(q, x))), x @ q.astype(np.float32))
 
 
-def test_stages_run_where_jax_compiles_no_functions() -> None:
-    plan = cut_step("3:1")
+@pytest.mark.parametrize("form", ["staged", "switch"])
+def test_plans_are_compiled_where_jax_compiles_no_functions(form: Any) -> None:
+    plan = in_form(cut_step("3:1"), form)
     with jax.disable_jit():
         made, _ = plan(*plan.shard(*STEP))
         np.testing.assert_allclose(plan.unshard(made), step(*STEP)[0], rtol=1e-5, atol=1e-5)

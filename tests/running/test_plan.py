@@ -14,7 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from lowering_options import ALONE
 from random_plans import N, assert_same, floats, make_plan, mesh_of, step, step_args
 from random_programs import mlp_args, mlp_step
+from slow_devices import thin_cluster
 
+import hapsynth
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.testing.example_arguments import random_arguments
 from hapsynth.plan import Plan
@@ -269,3 +271,16 @@ def test_what_was_planned_can_be_read(plan: Plan) -> None:
     assert plan.sizes is plan.result.sizes
     assert plan.program is plan.result.program
     assert "ops on" in repr(plan)
+
+
+def test_a_call_is_recorded_in_the_form_that_it_comes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what the first call finds changes it."""
+    (w, x), alike = (floats(8, 64), floats(64, 8)), thin_cluster((1, 1, 1, 1))
+    fn = lambda w, x: w - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    plan = hapsynth.synthesize(fn, (w, x), mesh_of(4), cluster=alike, leave_out=False)
+    monkeypatch.setattr("hapsynth.plan.before_call", lambda plan, stored: plan.run_staged("it has to"))
+    assert plan.form == "switch"
+    made, recorded = plan.recorded(w, x)
+    assert plan.form == "staged"
+    assert recorded.collectives
+    np.testing.assert_allclose(plan.unshard(made), fn(w, x), rtol=1e-4)

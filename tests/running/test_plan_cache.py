@@ -6,12 +6,14 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import graphs
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import hapsynth
@@ -71,6 +73,12 @@ def test_the_same_takes_no_search(folder: Path, searches: list[int], unequal: Cl
     for field in ("bounds", "sweeps", "states", "expanded", "status", "memory_bytes", "devices"):
         assert getattr(of(again), field) == getattr(of(first), field), field
     assert set(again.result.timings_s) == {"trace_s", "cache_s", "total_s"}
+
+
+def test_numbers_of_other_types(folder: Path, searches: list[int], unequal: Cluster) -> None:
+    for half in (Fraction(1, 2), 0.5, np.float32(0.5)):
+        hapsynth.synthesize(step, arguments(), unequal, ratios=[half, Fraction(1, 4), np.float64(0.25)])
+    assert len(searches) == len(entries(folder)) == 1
 
 
 def test_a_found_plan_runs(folder: Path, searches: list[int], unequal: Cluster) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import graphs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,3 +119,42 @@ def test_state_in_a_field_of_what_is_returned() -> None:
     assert plans.layouts.keys() == {"[0].w", "[0].we"}
     assert plans.frequency == {"train": 1.0, "eval": 0.1, "init": 0.0}
     assert [plans["init"].output_layouts[f".state.{name}"] for name in ("w", "we")] == [*plans.layouts.values()]
+
+
+def mlp_train(w: Any, x: Any) -> Any:
+    value, g = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - g, value
+
+
+def test_functions_for_which_other_devices_are_looked_at() -> None:
+    """Of eight kinds not all sets are."""
+    speeds = [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
+    functions = {"train": mlp_train, "eval": lambda w, x: jnp.mean(jnp.tanh(x @ w[:64]) ** 2)}
+    args = {"train": (struct(512, 512), struct(8192, 512)), "eval": (struct(512, 512), struct(2**14, 64))}
+    unlike = graphs.cluster(speeds, bandwidth=1e9)
+    plans = hapsynth.synthesize(functions, args, unlike)
+    bounds = [hapsynth.synthesize(functions[name], args[name], unlike).result.bounds for name in functions]
+    assert bounds[0].keys() != bounds[1].keys()
+    assert 0 < plans.lower_bound <= plans.cost
+
+
+def test_each_device_has_room_of_its_own() -> None:
+    """What one function holds where another's momentum lies too is no more than there is on the small device; on the
+    large one it may hold more."""
+
+    def train(w: Any, m: Any, x: Any) -> Any:
+        value, g = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - m - g, m + g, value
+
+    w, small = np.ones((16, 256), np.float32), 1.3e6
+    args = {"train": (w, w, np.ones((8, 16), np.float32)), "eval": (w, np.ones((4000, 16), np.float32))}
+    functions = {"train": train, "eval": lambda w, x: jnp.tanh(x @ w).sum(1)}
+    fast, slow = slow_cluster((3, 1)).devices
+    unlike = replace(slow_cluster((3, 1)), devices=(replace(fast, memory=2e7), replace(slow, memory=small)))
+    mesh, state = first_devices(2), {"eval": {"[0]": "[0]"}}
+    plans = hapsynth.synthesize(functions, args, mesh, cluster=unlike, form="staged", leave_out=False, state=state)
+    room = plans["eval"].result.memory_limit_bytes
+    first, second = plans["eval"].memory
+    assert second <= room[1] < small < first
+    np.testing.assert_allclose(plans["eval"](*args["eval"]), functions["eval"](*args["eval"]), rtol=1e-5)

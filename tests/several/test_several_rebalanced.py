@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from slow_devices import SPEEDS, first_devices, thin_cluster
-from test_several import ARGS, CUT, FUNCTIONS, X, evaluate, init, planned, stored, train
+from test_several import ARGS, CUT, FLAT, FLAT_FUNCTIONS, FUNCTIONS, X, evaluate, init, planned, stored, train
 
 import hapsynth
 from hapsynth import Plans, StateWarning
@@ -59,6 +59,15 @@ def test_the_others_follow(form: Any, fixed: Any, tmp_path: Path) -> None:
     again = slower(each["train"], 1 / 6, 1, 1, 1)
     assert again.sizes.shares != each["train"].sizes.shares
     assert stored(each.rebalanced("train", again)["eval"], again.adopt(fresh, each["train"]))
+
+
+def test_what_the_first_has_not_lies_alike_in_the_others() -> None:
+    fixed = {"[0]['a']": "S(0)", "[1]['a']": "S(1)"}
+    plans = planned(FLAT_FUNCTIONS, FLAT, fixed=fixed, cluster=thin_cluster(SPEEDS["3:1"]))
+    found = plans.rebalanced("eval", slower(plans["eval"], 6, 1, 1, 1))
+    _, made = found["init"](np.float32(0.05))
+    held = found["train"].arguments.held(found["train"].lowered, made, 1)  # pyright: ignore[reportPrivateUsage]
+    assert len([*held]) == 2
 
 
 def step(w: Any, x: Any) -> Any:

@@ -78,7 +78,9 @@ case(
 )
 case("copy", lambda x: (jnp.copy(x), lax.optimization_barrier(x), lax.stop_gradient(x)), ints(4))
 case("barrier of two", lambda x, y: lax.optimization_barrier((x, y)), ints(4, 3), ints(2, dtype=i32))
+case("barrier of a number", lambda x: lax.optimization_barrier((x, 2.0)), ints(4))
 case("device_put", lambda x: jax.device_put(x), ints(4))
+case("device_put of a number", lambda x: x * jax.device_put(2.0), ints(4))
 case("add_any", jax.grad(lambda x: (x * x + jnp.sin(x)).sum()), ints(4))
 case("sort by two keys", lambda x, y: lax.sort((x, y), num_keys=2), ints(4), ints(4))
 for old, new in (

@@ -1,0 +1,53 @@
+"""A plan's program on other devices, or at other shapes, without a search: its sizes, and the plan that it is then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.trace import Traced
+from hapsynth.instructions.program.sizes import Classes, Node, Sizes
+from hapsynth.running.allgather import agreed
+from hapsynth.running.base import P, Planned
+from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.memory.profile import held_by
+from hapsynth.search.scheduling.timeline import step_seconds
+from hapsynth.search.sizing.fixed_ratios import FixedRatios
+from hapsynth.search.sizing.ratios import proportional
+from hapsynth.search.sizing.sizer import Sizer
+
+
+def best_sizes(
+    plan: Planned, costs: CostModel, classes: Classes | None = None, pinned: Mapping[Node, Floats] | None = None
+) -> tuple[Sizes, float]:
+    """The sizes at which the plan's program takes the least, the same in all processes, and the bytes that the device
+    nearest to its limit holds then, which may be more than it has. `classes`: of the program at other shapes; `pinned`:
+    fractions by which dimensions stay cut.
+
+    Raises ProgramError where the program has no such sizes.
+    """
+    sizer = Sizer(plan.program, classes or plan.sizes.classes, costs, FixedRatios(named=dict(pinned or {})))
+    sizes = agreed(plan.mesh, sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit))
+    return sizes, sizer.memory.peak(sizes)
+
+
+def resized(plan: P, sizes: Sizes, costs: CostModel, cluster: Cluster, traced: Traced | None = None) -> P:
+    """The plan at these sizes; its bounds do not hold on another cluster or at other shapes."""
+    memory = np.zeros(plan.cluster.n)
+    memory[list(plan.devices)] = held_by(plan.program, sizes, costs)
+    result = replace(
+        plan.result,
+        sizes=sizes,
+        cost_s=step_seconds(plan.program, sizes, costs, overlap=plan.result.overlap),
+        lower_bound_s=0.0,
+        joint_lower_bound_s=0.0,
+        status="gap",
+        memory_bytes=tuple(memory.tolist()),
+        with_all_s=None,
+        exposed_communication_s=0.0,
+        clocks_s={},
+    )
+    return plan.with_result(result, cluster, traced)
