@@ -349,7 +349,8 @@ def _label(label: str, source: IO[str], target: IO[str], last: deque[str]) -> No
     with source, suppress(OSError, ValueError):
         for line in source:
             last.append(line.rstrip("\n"))
-            target.write(label + line.rstrip("\n") + "\n")
+            encoding = getattr(target, "encoding", None) or "utf-8"
+            target.write((label + line.rstrip("\n") + "\n").encode(encoding, "backslashreplace").decode(encoding))
             target.flush()
 
 
@@ -360,7 +361,9 @@ def _signals() -> Generator[list[int]]:
     before: dict[int, Any] = {}
     try:
         for number in _SIGNALS:
-            before[number] = signal.signal(number, lambda n, _: received.append(n))
+            # What nohup has it ignore stays so.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda n, _: received.append(n))
         yield received
     finally:
         for number, handler in before.items():

@@ -120,7 +120,7 @@ def _compiled(plan: Planned) -> Facts:
         with meeting.doing("compiling"):
             return compiled_facts(plan)
     except Exception as error:
-        meeting.fail(f"{type(error).__name__} in compiling the plan")
+        meeting.fail(error, "compiling the plan")
         raise
 
 

@@ -172,8 +172,11 @@ def _sample(stored: Any) -> list[str]:
         part = parts(stored)[0]
         host = np.asarray(jax.random.key_data(part) if _jax.is_extended(part.dtype) else part).reshape(-1)
     some = host[:: max(1, host.size // _SAMPLE)][:_SAMPLE]
-    exact = some if np.issubdtype(some.dtype, np.complexfloating) else some.astype(np.float64)
-    return [repr(complex(x)) for x in exact]
+    if some.dtype == np.bool_ or np.issubdtype(some.dtype, np.integer):
+        # Counters, and keys: of all of these each is another.
+        return [str(int(x)) for x in some]
+    inexact = some if np.issubdtype(some.dtype, np.complexfloating) else some.astype(np.float64)
+    return [repr(complex(x)) for x in inexact]
 
 
 def compiled_facts(plan: Planned) -> Facts:
@@ -285,9 +288,8 @@ def _of_values(facts: Sequence[Facts]) -> list[str]:
     for other in others:
         unlike: list[str] = []
         for path in first["values"].keys() & other["values"].keys():
-            a, b = (np.array([complex(x) for x in f["values"][path]]) for f in (first, other))
-            largest = np.max(np.abs(a), initial=0.0, where=np.isfinite(a))
-            if a.shape != b.shape or not np.allclose(a, b, rtol=0, atol=_ROUNDING * largest, equal_nan=True):
+            said = [f["values"][path] for f in (first, other)]
+            if said[0] != said[1] and (_is_exact(said[0]) or not _is_near(*said)):
                 unlike.append(path)
         if unlike:
             return [
@@ -295,6 +297,17 @@ def _of_values(facts: Sequence[Facts]) -> list[str]:
                 "each holds whole: give all processes the same, drawn from one seed or restored from one checkpoint"
             ]
     return []
+
+
+def _is_exact(sample: Sequence[str]) -> bool:
+    """Whether a sample is of integers."""
+    return all(text.lstrip("-").isdigit() for text in sample)
+
+
+def _is_near(sample: Sequence[str], other: Sequence[str]) -> bool:
+    a, b = (np.array([complex(x) for x in one]) for one in (sample, other))
+    largest = np.max(np.abs(a), initial=0.0, where=np.isfinite(a))
+    return a.shape == b.shape and np.allclose(a, b, rtol=0, atol=_ROUNDING * largest, equal_nan=True)
 
 
 def of_collectives(facts: Sequence[Facts]) -> list[str]:

@@ -35,8 +35,10 @@ class ComputeTimer:
         """Whether processes meet in this call."""
         return self.possible and self.measured
 
-    def begin(self) -> None:
-        """A call begins."""
+    def begin(self, stored: Sequence[Any]) -> None:
+        """A call begins on these inputs. The calls before it may still run, and wait for others."""
+        if self.now:
+            jax.block_until_ready([parts(x) for x in stored])
         self._since, self._sum = time.perf_counter(), 0.0
 
     def before(self, wires: Sequence[Any]) -> None:

@@ -96,7 +96,7 @@ class Staged(LoweredProgram):
         # Stages are compiled programs, also where JAX runs functions op by op.
         with _jax.no_mesh(), jax.disable_jit(False):
             run = Run(self, [*stored, *self.placed_constants])
-            self.meetings.begin()
+            self.meetings.begin(stored)
             try:
                 run.items(self.items)
             except BaseException:

@@ -75,12 +75,13 @@ class Client:
     def __str__(self) -> str:
         return named(self.rank, self.host, self.pid, self._here)
 
-    def gather(self, name: str, value: Any, ranks: Sequence[int]) -> list[Any]:
-        """The values of all processes in `ranks`, in that order, once all have given theirs: a barrier.
+    def gather(self, name: str, value: Any, ranks: Sequence[int], *, patient: bool = False) -> list[Any]:
+        """The values of all processes in `ranks`, in that order, once all have given theirs: a barrier. `patient`: it
+        waits as long as all of them live.
 
         JobError where the job is over.
         """
-        self.say({"gather": name, "ranks": list(ranks), "value": value})
+        self.say({"gather": name, "ranks": list(ranks), "value": value, "patient": patient})
         with self._changed:
             self._changed.wait_for(lambda: name in self._values or self._told)
             if name not in self._values:
@@ -94,13 +95,14 @@ class Client:
             return []
         return [r for r in self._peers.never() if r in ranks]
 
-    def leave(self, error: str = "") -> None:
-        """Say that this process makes no more calls; with an error the job is over for the others too."""
+    def leave(self, error: str = "", *, returns: bool = False) -> None:
+        """Say that this process makes no more calls, or none before it `returns`; with an error the job is over for the
+        others too."""
         with self._changed:
             if self._left:
                 return
             self._left = True
-        self.say({"leave": error, "calls": list(self.calls.items())})
+        self.say({"leave": error, "calls": list(self.calls.items()), "returns": returns})
         if not self._reason:
             self._channel.flush(2.0)
         if error:
@@ -108,9 +110,9 @@ class Client:
             with self._changed:
                 self._changed.wait_for(lambda: self._told, self.timeouts.suspicion + 2 * self.timeouts.beat)
 
-    def close(self) -> None:
+    def close(self, *, returns: bool = False) -> None:
         """Leave, and hear no more."""
-        self.leave()
+        self.leave(returns=returns)
         self._channel.hang_up()
 
     def say(self, message: dict[str, Any]) -> None:

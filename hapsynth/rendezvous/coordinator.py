@@ -23,9 +23,15 @@ def bear_silence(port: int, seconds: float) -> None:
     on Linux, elsewhere as they are."""
     if _USER_TIMEOUT is None or not _OPEN.is_dir():
         return
-    for name in os.listdir(_OPEN):
-        # Others may open and close files meanwhile; a copy remains what it was.
+    names: list[str] = []
+    with suppress(OSError):
+        names = os.listdir(_OPEN)
+    for name in names:
+        # Others may open and close files meanwhile; a copy remains what it was. Of what is no socket there is none: as
+        # any descriptor of a file is closed, all locks on it that the process has are gone.
         with suppress(OSError), ExitStack() as stack:
+            if not os.readlink(_OPEN / name).startswith("socket:"):
+                continue
             copy = os.dup(int(name))
             stack.callback(os.close, copy)
             if not stat.S_ISSOCK(os.fstat(copy).st_mode):

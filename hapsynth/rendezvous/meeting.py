@@ -9,6 +9,7 @@ import secrets
 import socket
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -157,11 +158,12 @@ class Meeting:
             self._joining = threading.Thread(target=work, name="hapsynth heartbeat", daemon=True)
             self._joining.start()
 
-    def gather(self, said: Any, ranks: tuple[int, ...]) -> list[Any]:
-        """What each process of `ranks` says, in that order: a barrier. JobError where the job is over."""
+    def gather(self, said: Any, ranks: tuple[int, ...], *, patient: bool = False) -> list[Any]:
+        """What each process of `ranks` says, in that order: a barrier, with no time limit where `patient`. JobError
+        where the job is over."""
         # Counted by the processes that meet: others may have met without this one.
         self.held[ranks] += 1
-        return self.client.gather(f"meeting {self.held[ranks]}", said, ranks)
+        return self.client.gather(f"meeting {self.held[ranks]}", said, ranks, patient=patient)
 
     @contextmanager
     def doing(self, what: str) -> Generator[None]:
@@ -183,14 +185,18 @@ class Meeting:
         self._in_call = ()
 
     def part(self) -> None:
-        """Leave, and say why to nobody: all know it, and go their own ways."""
+        """Leave, and say why to nobody: all know it, and go their own ways, which may bring them together again."""
         if self._client is not None:
-            self._client.close()
+            self._client.close(returns=True)
         self._client = None
 
-    def fail(self, error: str) -> None:
-        """Leave with an error: the job is over for the others too."""
-        self.client.leave(error)
+    def fail(self, error: BaseException, doing: str) -> None:
+        """Leave with an error in doing something: the job is over for the others too. It is printed here, as the end of
+        the job ends this process before who raised it is heard of."""
+        with suppress(OSError, ValueError):
+            traceback.print_exception(error)
+            sys.stderr.flush()
+        self.client.leave(f"{_described(error)}, in {doing}")
         self._failed = True
 
     def exit(self) -> NoReturn:
@@ -329,12 +335,12 @@ def exchanged(mesh: Mesh, said: Any, doing: str) -> list[Any] | None:
         return None
     as_batch_work()
     with meeting.doing(doing):
-        return meeting.gather(said, ranks_of(mesh))
+        return meeting.gather(said, ranks_of(mesh), patient=True)
 
 
 def met(mesh: Mesh, said: Any = None) -> list[Any] | None:
     """As `exchanged`, in the middle of a plan's call; None in a process that has not joined its job."""
-    return meeting.gather(said, ranks_of(mesh)) if meeting.joined else None
+    return meeting.gather(said, ranks_of(mesh), patient=True) if meeting.joined else None
 
 
 def wanted() -> bool:

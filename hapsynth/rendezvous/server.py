@@ -41,7 +41,8 @@ class Member:
     """A process that has said hello, or the launcher of the processes from `rank` on, `here` of them. `heard`: when, on
     the server's clock. `calls`: how many it has begun, by the processes that take part in the plan.
 
-    One that has `left` makes no more calls; it may still wait for the others to end, until its connection is `gone`.
+    One that has `left` makes no more calls, unless it `returns`; it may still wait for the others to end, until its
+    connection is `gone`.
     """
 
     rank: int
@@ -55,10 +56,16 @@ class Member:
     here: int = 0
     calls: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
     left: bool = False
+    returns: bool = False
     failed: bool = False
     gone: bool = False
     doing: str = "at work"
     doing_since: float = 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it makes no more calls, though nothing failed in it."""
+        return self.left and not self.returns and not self.failed
 
     def __str__(self) -> str:
         return named(self.rank, self.host, self.pid, self.here)
@@ -69,6 +76,7 @@ class _Gather:
     ranks: tuple[int, ...]
     began: float
     noticed: float
+    patient: bool
     values: dict[int, Any] = field(default_factory=dict[int, Any])
 
 
@@ -253,7 +261,7 @@ class Server:
             member.heard = time.monotonic()
             match said:
                 case {"gather": name, "ranks": ranks, "value": value}:
-                    self._gather(member, str(name), self._ranks(ranks, member), value)
+                    self._gather(member, str(name), self._ranks(ranks, member), value, said.get("patient") is True)
                 case {"beat": calls, "doing": doing}:
                     member.calls = self._counted(calls, member)
                     self._heard_doing(member, printable(doing, 200))
@@ -262,6 +270,7 @@ class Server:
                         self._heard_of_peers(member, self._never, said.get("never", ()))
                 case {"leave": error, "calls": calls}:
                     member.calls, member.left, member.failed = self._counted(calls, member), True, bool(error)
+                    member.returns = said.get("returns") is True
                     if error and self._suspected is None:
                         # What failed in it may be another process's fault, which is noticed within a beat or two.
                         reason = f"{member} ended with {printable(error)}: {_way_out(str(error))}"
@@ -305,9 +314,9 @@ class Server:
                 found[self._ranks(ranks, member)] = _whole(count)
         return found
 
-    def _gather(self, member: Member, name: str, ranks: tuple[int, ...], value: Any) -> None:
+    def _gather(self, member: Member, name: str, ranks: tuple[int, ...], value: Any, patient: bool) -> None:
         now = time.monotonic()
-        gather = self._gathers.setdefault((name, ranks), _Gather(ranks, now, now))
+        gather = self._gathers.setdefault((name, ranks), _Gather(ranks, now, now, patient))
         gather.values[member.rank] = value
         if len(gather.values) == len(ranks):
             del self._gathers[name, ranks]
@@ -360,7 +369,7 @@ class Server:
         for member in present:
             for ranks, calls in member.calls.items():
                 for other in (self._members[r] for r in ranks if r in self._members):
-                    if other.left and not other.failed and other.calls.get(ranks, 0) < calls:
+                    if other.has_ended and other.calls.get(ranks, 0) < calls:
                         self._end(
                             f"{other} has ended after {plural(other.calls.get(ranks, 0), 'call')} of plans, and "
                             f"{member} is in call {calls}: every process must make the same calls"
@@ -416,14 +425,10 @@ class Server:
 
     def _judge_waiting(self, gather: _Gather, now: float) -> None:
         missing = [r for r in gather.ranks if r not in gather.values]
-        never = [r for r in missing if r not in self._members]
+        never = [r for r in missing if r not in self._members or self._members[r].returns]
         waited = now - gather.began
         here = f"{listed(sorted(gather.values))} wait{'s' if len(gather.values) == 1 else ''} at a plan"
-        gone = [
-            str(self._members[r])
-            for r in missing
-            if r not in never and self._members[r].left and not self._members[r].failed
-        ]
+        gone = [str(self._members[r]) for r in missing if r not in never and self._members[r].has_ended]
         ended = [self._ended[r] for r in never if r in self._ended]
         if gone:
             self._end(f"{', '.join(gone)} has ended, and {here}: every process must make the same calls")
@@ -434,7 +439,7 @@ class Server:
                 f"{listed(never)} did not come to the plan within {self.timeouts.join:g} s, where {here}: see whether "
                 "it runs and calls the plan (HAPSYNTH_JOIN_S allows more)"
             )
-        elif waited > self.timeouts.barrier:
+        elif waited > self.timeouts.barrier and not gather.patient:
             self._end(
                 f"{', '.join(self._named(r) for r in missing)} did not come to the plan within "
                 f"{self.timeouts.barrier:g} s, where {here}: call the same plans in the same order everywhere, or set "

@@ -205,9 +205,12 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     writer.save(tmp_path, made, [{box: [0] for box in boxes}], fetch, 0, lambda work: [work()], 256)
     read: list[int] = []
     once = Reader._read
-    monkeypatch.setattr(
-        Reader, "_read", lambda self, leaf, p: (read.append(leaf.nbytes(p.box)), once(self, leaf, p))[1]
-    )
+
+    def counted(self: Reader, number: int, n: int) -> np.ndarray:
+        read.append((made := once(self, number, n)).nbytes)
+        return made
+
+    monkeypatch.setattr(Reader, "_read", counted)
     for rows, columns in product(((0, 16), (5, 9), (30, 60)), ((0, 48), (24, 36), (7, 8))):
         read.clear()
         got = Reader(tmp_path).read(0, (rows, columns))

@@ -1,9 +1,12 @@
 """Connections of JAX's coordinator wait for a link that comes back."""
 
+import fcntl
 import os
 import socket
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +52,16 @@ def test_both_ends_wait_longer_and_nothing_else_does() -> None:
     assert ends[1].recv(10) == b"still open"
     for end in (*ends, *others, *patient, *forever):
         end.close()
+
+
+def test_locks_of_the_process_stay(tmp_path: Path) -> None:
+    """Those of a database, say: they go as any descriptor of their file is closed."""
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    with open(tmp_path / "locked", "w") as locked:
+        fcntl.lockf(locked, fcntl.LOCK_EX)
+        bear_silence(1, 60.0)
+        other = subprocess.run([sys.executable, "-c", code, locked.name], capture_output=True, text=True)
+    assert "BlockingIOError" in other.stderr
 
 
 def test_who_has_joined_a_job_sees_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import io
 import os
 import re
 import signal
@@ -11,11 +12,14 @@ import sys
 import textwrap
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import Mesh
 from slow_devices import slow_cluster
@@ -27,8 +31,8 @@ from hapsynth.cli.main import main
 from hapsynth.cli.options import parser
 from hapsynth.jobs import preflight, process_facts
 from hapsynth.jobs.batch_system import Task, started_by
-from hapsynth.jobs.launch import Launch, launch, launched
-from hapsynth.jobs.process_facts import left_out, notices, of_function, plan_fingerprint, problems, software
+from hapsynth.jobs.launch import Launch, _label, _signals, launch, launched
+from hapsynth.jobs.process_facts import _sample, left_out, notices, of_function, plan_fingerprint, problems, software
 from hapsynth.jobs.supervisor import Supervisor
 from hapsynth.rendezvous import meeting
 from hapsynth.rendezvous.address import JobError, Timeouts, free_ports, parse_address
@@ -53,7 +57,7 @@ FACTS: dict[str, Any] = {
     "cluster": "m",
     "plan": "f",
     "form": "fused",
-    "values": {"[0]['w']": ["(1+0j)", "(2+0j)"], "[0]['n']": ["(nan+0j)"]},
+    "values": {"[0]['w']": ["(1+0j)", "(2+0j)"], "[0]['n']": ["(nan+0j)"], "[0]['key']": ["0", "1234"]},
     "lowered": "e",
     "links": {"rank": 0, "never": [1]},
     "memory": [["G:0", 5 << 20, 6 << 20]],
@@ -64,7 +68,7 @@ OTHER = {**FACTS, "process": "p1", "host": "b", "links": {"rank": 1, "never": []
 
 def test_processes_that_fit_together() -> None:
     assert not problems([FACTS, OTHER])
-    rounded = {"[0]['w']": ["(1.0001+0j)", "(2+0j)"], "[0]['n']": ["(nan+0j)"]}
+    rounded = {**FACTS["values"], "[0]['w']": ["(1.0001+0j)", "(2+0j)"]}
     assert not problems([FACTS, {**OTHER, "values": rounded}])
     unlike = [{**FACTS, "shards_autotuning": False}, {**OTHER, "kinds": ["H"], "shards_autotuning": False}]
     assert not problems(unlike)
@@ -98,6 +102,7 @@ def test_processes_that_fit_together() -> None:
             "p0 has a plan in fused form, and p1 has a plan in staged form: give form=",
         ),
         ({"values": {**FACTS["values"], "[0]['w']": ["(1+0j)", "(3+0j)"]}}, "p0 and p1 have other values in [0]['w']"),
+        ({"values": {**FACTS["values"], "[0]['key']": ["0", "1235"]}}, "p0 and p1 have other values in [0]['key']"),
         ({"mesh": [[1, 1, "G"], [0, 0, "G"]]}, "a mesh of devices 0:0, 1:1, and p1 has a mesh of devices 1:1, 0:0"),
         ({"cache": {"a folder": False}}, "p1 has compilation cache settings a folder False"),
         ({"lowered": "h"}, "p1 has collectives h in the lowered program"),
@@ -384,6 +389,41 @@ def script(tmp_path: Path, text: str) -> list[str]:
     file = tmp_path / "script.py"
     file.write_text("import os, signal, sys, time\nrank = os.environ['OMPI_COMM_WORLD_RANK']\n" + textwrap.dedent(text))
     return [sys.executable, "-S", "-E", str(file)]
+
+
+def test_samples_are_exact_where_values_are() -> None:
+    for exact in (np.array([0, 1234], np.uint32), np.array([True, False]), jax.random.key(1234), np.int32(-7)):
+        assert all(text.lstrip("-").isdigit() for text in _sample(jnp.asarray(exact)))
+    assert _sample(jnp.ones(2)) == ["(1+0j)", "(1+0j)"]
+
+
+def test_an_error_that_ends_the_job_is_printed_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever raised it is not heard of any more: the end of the job ends the process."""
+    said: list[str] = []
+    one: Any = meeting.Meeting()
+    one._client = SimpleNamespace(rank=0, processes=1, leave=lambda error: said.append(capsys.readouterr().err + error))
+    one.fail(ValueError("RESOURCE_EXHAUSTED: no room"), "compiling the plan")
+    assert said == [
+        "ValueError: RESOURCE_EXHAUSTED: no room\nValueError: RESOURCE_EXHAUSTED: no room, in compiling the plan"
+    ]
+
+
+def test_what_nohup_has_it_ignore_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _signals() as received:
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_output_that_the_terminal_cannot_show() -> None:
+    shown = io.BytesIO()
+    target = io.TextIOWrapper(shown, "ascii")
+    _label("[0] ", io.StringIO("loss \u2264 1\nend\n"), target, deque())
+    assert shown.getvalue() == b"[0] loss \\u2264 1\n[0] end\n"
 
 
 def test_output_is_labelled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

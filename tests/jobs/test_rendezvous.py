@@ -188,6 +188,39 @@ def test_a_process_that_joins_again_is_the_same_one(job: Job) -> None:
     assert not job.reasons
 
 
+def test_one_that_returns_is_waited_for(job: Job) -> None:
+    """As after a preflight that failed, which its caller bears: another is sooner at the next plan."""
+    port = job.serve()
+    quick, first = job.join(port, 0), job.join(port, 1)
+    quick.calls[0, 1] = 1
+    first.close(returns=True)
+
+    def comes() -> Any:
+        time.sleep(5 * PATIENT.beat)
+        return job.join(port, 1).gather("first", 1, [0, 1])
+
+    assert at_once(lambda: quick.gather("first", 0, [0, 1]), comes) == [[0, 1]] * 2
+    assert not job.reasons
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_meeting_that_waits_as_long_as_all_live(job: Job, patient: bool) -> None:
+    short = replace(PATIENT, barrier=0.5)
+    port = job.serve(timeouts=short)
+    quick, slow = job.join(port, 0, timeouts=short), job.join(port, 1, timeouts=short)
+
+    def comes() -> Any:
+        time.sleep(1.5)
+        return slow.gather("save", 1, [0, 1], patient=patient)
+
+    meet = lambda: at_once(lambda: quick.gather("save", 0, [0, 1], patient=patient), comes)
+    if patient:
+        assert meet() == [[0, 1]] * 2
+    else:
+        with pytest.raises(JobError, match=r"did not come to the plan within 0\.5 s"):
+            meet()
+
+
 def test_a_connection_to_itself_is_none(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     port = job.serve(1)
     connect, tried = socket.create_connection, list[str]()
