@@ -55,7 +55,8 @@ class Client:
         self._address, self._serves, self._here = address, serves, here
         self._token = os.environ.get(TOKEN, "") if token is None else token
         coordinator = os.environ.get(COORDINATOR)
-        self._coordinator = parse_address(coordinator, COORDINATOR)[1] if coordinator else None
+        self.coordinator_port = parse_address(coordinator, COORDINATOR)[1] if coordinator else None
+        """Of JAX's service, whose connections bear silence too."""
         self._on_over, self._note = over, note
         self._changed = threading.Condition()
         self._values: dict[str, list[Any]] = {}
@@ -211,8 +212,8 @@ class Client:
         last = time.monotonic()
         while not (self._left or self._reason):
             time.sleep(self.timeouts.beat)
-            if self._coordinator is not None:
-                bear_silence(self._coordinator, 3 * self.timeouts.silence)
+            if self.coordinator_port is not None:
+                bear_silence(self.coordinator_port, 3 * self.timeouts.silence)
             now = time.monotonic()
             if now - last > self.timeouts.silence / 2:
                 # This process was stopped itself: what the server said meanwhile is still to be read.

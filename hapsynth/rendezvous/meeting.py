@@ -62,6 +62,8 @@ class Meeting:
         """Meetings, by the processes that met."""
         self._address: Address | None = None
         self._agreed = ""
+        self.coordinator: str | None = None
+        """The address that JAX was initialized with, where it was given."""
 
     @property
     def _token(self) -> str:
@@ -96,6 +98,8 @@ class Meeting:
             if here[0] == 0 and self._server is None and LAUNCHER not in os.environ:
                 self._serve(where, here[1], timeouts)
             self._client = _client(where, *here, timeouts, self._token)
+            if self.coordinator is not None:
+                self._client.coordinator_port = parse_address(self.coordinator, COORDINATOR)[1]
         except JobError:
             self._failed = True
             raise
@@ -256,6 +260,7 @@ def initialize(
     jax.distributed.initialize(coordinator_address, num_processes, process_id, **given)
     if jax.process_count() == 1 or not wanted():
         return
+    meeting.coordinator = coordinator_address
     if LAUNCHER not in os.environ:
         meeting.agree(coordinator_address)
     connect()
