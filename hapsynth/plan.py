@@ -109,7 +109,7 @@ class Plan(Planned, Generic[P, R]):
         lowered = self.lowered_for(donate)
         leaves = self.arguments.flatten(args, kwargs)
         stored = self.arguments.place(lowered, leaves)
-        before_call(self, stored)
+        before_call(self, stored, donate)
         # What was found there may have changed the form, not how things are stored.
         lowered = self.lowered_for(donate)
         lowered.recording = self._recording

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.sharding import Mesh
@@ -30,7 +30,7 @@ from hapsynth.rendezvous.cpu_scheduling import as_batch_work
 from hapsynth.rendezvous.meeting import connect, meeting, ranks_of, wanted
 from hapsynth.running.base import Planned
 
-_checked: WeakSet[Planned] = WeakSet()
+_checked: WeakKeyDictionary[Planned, set[bool]] = WeakKeyDictionary()
 
 
 class PreflightError(JobError):
@@ -60,10 +60,11 @@ def check_mesh(mesh: Any) -> None:
         connect()
 
 
-def before_call(plan: Planned, arguments: Sequence[Any]) -> None:
+def before_call(plan: Planned, arguments: Sequence[Any], donate: bool) -> None:
     """Called by a plan before each run: checks its job before the first one. Does nothing within one process.
 
-    `arguments`: as they are stored. A plan in fused form whose collectives differ, as compiled, runs staged from now
+    `arguments`: as they are stored; `donate`: whether the call consumes carried state, as what is compiled for that is
+    another program. A plan in fused form whose collectives differ, as compiled, runs staged from now
     on, unless that form was asked for. Raises PreflightError where the processes do not fit together, JobError where
     they do not find each other; the process ends where another one died, stalls or never comes.
     """
@@ -75,9 +76,10 @@ def before_call(plan: Planned, arguments: Sequence[Any]) -> None:
             _not_fused(plan, f"{PREFLIGHT}=off leaves the collectives of its processes' programs uncompared")
         return
     meeting.join()
-    if plan not in _checked:
-        preflight(plan.mesh, plan, arguments)
-        _checked.add(plan)
+    checked = _checked.setdefault(plan, set())
+    if donate not in checked:
+        preflight(plan.mesh, plan, arguments, donate)
+        checked.add(donate)
     meeting.begin_call(ranks_of(plan.mesh))
 
 
@@ -86,8 +88,11 @@ def after_call() -> None:
     meeting.end_call()
 
 
-def preflight(mesh: Mesh, plan: Planned | None = None, arguments: Iterable[Any] = ()) -> list[Facts]:
+def preflight(
+    mesh: Mesh, plan: Planned | None = None, arguments: Iterable[Any] = (), donate: bool | None = None
+) -> list[Facts]:
     """Compare the processes that hold the devices of `mesh`; with a plan compile it, so that all run it at once.
+    `donate`: as of `before_call`; None for what the plan does by itself.
 
     Returns what each process says of itself, in the order of their numbers; nothing in a process that holds none of
     the devices. Raises as `before_call` does.
@@ -102,7 +107,7 @@ def preflight(mesh: Mesh, plan: Planned | None = None, arguments: Iterable[Any] 
     if client.rank == ranks[0]:
         for text in notices(together):
             warn_user(text, RuntimeWarning)
-    said |= {} if plan is None else _compiled(plan)
+    said |= {} if plan is None else _compiled(plan, donate)
     if said["platform"] == "cpu":
         # Of gloo's network; those between accelerators may be others.
         said["links"] = {"rank": client.rank, "never": client.unreachable(ranks)}
@@ -111,14 +116,14 @@ def preflight(mesh: Mesh, plan: Planned | None = None, arguments: Iterable[Any] 
     if plan is not None and unlike and plan.may_run_staged:
         # In all processes, as all have found the same.
         _not_fused(plan, unlike[0])
-        found = meeting.gather(said | _compiled(plan), ranks)
+        found = meeting.gather(said | _compiled(plan, donate), ranks)
     return _checked_together(found)
 
 
-def _compiled(plan: Planned) -> Facts:
+def _compiled(plan: Planned, donate: bool | None) -> Facts:
     try:
         with meeting.doing("compiling"):
-            return compiled_facts(plan)
+            return compiled_facts(plan, plan.donate if donate is None else donate)
     except Exception as error:
         meeting.fail(error, "compiling the plan")
         raise

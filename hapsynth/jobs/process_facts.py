@@ -179,11 +179,12 @@ def _sample(stored: Any) -> list[str]:
     return [repr(complex(x)) for x in inexact]
 
 
-def compiled_facts(plan: Planned) -> Facts:
+def compiled_facts(plan: Planned, donate: bool) -> Facts:
     """What came of compiling a plan here: which collectives were lowered, and which XLA made of them."""
-    said: Facts = {"lowered": plan.lowered.prepare()}
+    lowered = plan.lowered_for(donate)
+    said: Facts = {"lowered": lowered.prepare()}
     try:
-        return {**said, "collectives": plan.lowered.compiled_collectives}
+        return {**said, "collectives": lowered.compiled_collectives}
     except HloError as error:
         if plan.form == "fused":
             # Nothing else says that the processes' programs fit together.

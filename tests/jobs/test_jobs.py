@@ -408,6 +408,22 @@ def test_an_error_that_ends_the_job_is_printed_first(capsys: pytest.CaptureFixtu
     ]
 
 
+def test_each_program_of_a_plan_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `jax_debug_nans` a call consumes nothing, and runs another one."""
+    compared: list[bool] = []
+    monkeypatch.setattr(preflight, "preflight", lambda mesh, plan, arguments, donate: compared.append(donate))
+    monkeypatch.setattr(preflight, "as_batch_work", lambda: None)
+    monkeypatch.setattr(preflight, "meeting", SimpleNamespace(join=lambda: None, begin_call=lambda ranks: None))
+
+    class Several:
+        form, mesh = "fused", SimpleNamespace(is_multi_process=True, devices=np.array([], object))
+
+    plan: Any = Several()
+    for donate in (True, True, False, True, False):
+        preflight.before_call(plan, [], donate)
+    assert compared == [True, False]
+
+
 def test_what_nohup_has_it_ignore_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -278,7 +278,7 @@ def test_a_call_is_recorded_in_the_form_that_it_comes_to(monkeypatch: pytest.Mon
     (w, x), alike = (floats(8, 64), floats(64, 8)), thin_cluster((1, 1, 1, 1))
     fn = lambda w, x: w - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
     plan = hapsynth.synthesize(fn, (w, x), mesh_of(4), cluster=alike, leave_out=False)
-    monkeypatch.setattr("hapsynth.plan.before_call", lambda plan, stored: plan.run_staged("it has to"))
+    monkeypatch.setattr("hapsynth.plan.before_call", lambda plan, stored, donate: plan.run_staged("it has to"))
     assert plan.form == "switch"
     made, recorded = plan.recorded(w, x)
     assert plan.form == "staged"
