@@ -133,6 +133,37 @@ def test_same_as_jit_where_ranks_are_not_promoted(name: str) -> None:
         assert_same(plan(*args), jax.jit(fn)(*args), plan)
 
 
+def test_a_branch_within_a_branch_is_agreed_on() -> None:
+    """By a collective, which those after it wait for."""
+
+    def fn(x: Any, t: Any, n: Any) -> Any:
+        inner = lambda v: lax.cond(t > 0.5, jnp.sin, jnp.cos, v)
+        return lax.cond(n > 0, inner, lambda v: -v, x), (x * x).sum()
+
+    args, alike = (floats(24, 1), np.float32(0.7), np.int32(1)), thin_cluster((1, 1))
+    plan = planned(fn, args, mesh=first_devices(2), cluster=alike, form="fused")
+    assert_same(plan(*args), jax.jit(fn)(*args), plan)
+
+
+def test_many_ops_between_two_collectives() -> None:
+    def fn(x: Any) -> Any:
+        for _ in range(600):
+            x = x * 1.001
+        return x / x.sum()
+
+    args = (np.ones(2**16, np.float32),)
+    plan = planned(fn, args)
+    assert len(set(plan.sizes.shares[0])) > 1
+    assert_same(plan(*args), jax.jit(fn)(*args), plan)
+
+
+def test_what_several_calls_close_over_is_held_once() -> None:
+    held = floats(8, 8)
+    block = jax.jit(lambda x: jnp.tanh(x @ held))
+    plan = planned(jax.grad(lambda x: block(block(x)).sum()), (floats(24, 8),))
+    assert len(plan.traced.graph.constants) == 1
+
+
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     """Planned without devices, loaded where they are: the same bits."""
     every = ("remat", "keys", "large constants", "keywords", "nested arguments", "grouped convolution")

@@ -107,8 +107,7 @@ class _Inliner:
         jaxpr, consts = _jax.open_jaxpr(closed)
         env: dict[Any, Any] = {}
         inputs = [self.bind_var(env, v) for v in jaxpr.invars]
-        for var, value in zip(getattr(jaxpr, "constvars", ()), consts):
-            self.constants[self.bind_var(env, var)] = value
+        self.bind_constants(env, jaxpr, consts)
         outputs = self.tie(self.walk(jaxpr, env, ""))
         return self.finish(inputs, outputs)
 
@@ -126,6 +125,15 @@ class _Inliner:
     def bind_var(self, env: dict[Any, Any], var: Any) -> int:
         env[var] = self.fresh(var.aval)
         return env[var]
+
+    def bind_constants(self, env: dict[Any, Any], jaxpr: Any, values: Sequence[Any]) -> None:
+        """An array that several calls close over is one constant."""
+        known = {id(value): n for n, value in self.constants.items()}
+        for var, value in zip(getattr(jaxpr, "constvars", ()), values):
+            if id(value) in known:
+                env[var] = known[id(value)]
+            else:
+                self.constants[self.bind_var(env, var)] = value
 
     def read(self, env: dict[Any, Any], atom: Any) -> Any:
         if _jax.is_literal(atom):
@@ -202,8 +210,7 @@ class _Inliner:
     def inline(self, inner: Any, operands: Sequence[Any], source: str) -> list[Any]:
         jaxpr, consts = _jax.open_jaxpr(inner)
         env: dict[Any, Any] = {}
-        for var, value in zip(getattr(jaxpr, "constvars", ()), consts):
-            self.constants[self.bind_var(env, var)] = value
+        self.bind_constants(env, jaxpr, consts)
         for var, operand in zip(jaxpr.invars, operands):
             env[var] = operand
         return self.walk(jaxpr, env, source)

@@ -86,7 +86,11 @@ class Order:
 
 def communicates(graph: Graph, steps: Sequence[Step]) -> bool:
     """Whether there is a collective in these steps of a region."""
-    return any(isinstance(step, list) or region_communicates(graph, step) for step in joined(graph, steps))
+    # Which branch is taken is agreed on before it: that is a collective of these steps.
+    agreed_on = lambda step: isinstance(step, Cond) and step.unsure
+    return any(
+        isinstance(step, list) or agreed_on(step) or region_communicates(graph, step) for step in joined(graph, steps)
+    )
 
 
 def region_communicates(graph: Graph, step: Any) -> bool:

@@ -128,7 +128,7 @@ def read_object(path: str | os.PathLike[str], schema: str) -> dict[str, Any]:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{file}: cannot be read: {error.strerror}; give the path of a plan file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{file}: is cut short or no JSON ({error}); {_AGAIN}") from None
     if not isinstance(data, dict):
         raise PlanError(f"{file}: holds no plan; {_AGAIN}")
@@ -147,7 +147,7 @@ def holds_several(path: str | os.PathLike[str]) -> bool:
     """Whether a file says that it holds several plans; reading it explains where it can't be read."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(data, dict) and cast(dict[str, Any], data).get("schema") == SEVERAL
 

@@ -227,6 +227,10 @@ def _check_layout(graph: Graph, value: int, layout: object, axes: Axes, where: s
             raise ProgramError(f"{where}: {graph.values[value]} is {placement}, and {name} has {length} positions")
         if placement.is_sharded and not 0 <= placement.dim < rank:
             raise ProgramError(f"{where}: {graph.values[value]} has no dimension {placement.dim}")
+        if placement.is_sharded and not graph.values[value].shape[placement.dim]:
+            raise ProgramError(
+                f"{where}: dimension {placement.dim} of {graph.values[value]} is empty, and can't be cut"
+            )
         if not can_be(placement, graph.values[value].dtype):
             raise ProgramError(f"{where}: {graph.values[value]} cannot be {placement}")
 

@@ -45,11 +45,18 @@ def remade(
 
     def chain(p: Property, found: dict[Property, Instruction]) -> set[Property]:
         """What `p` is made of when it is made again, by the instructions that are added to `found`."""
-        i = made[p][1] if p in made and made[p][0] < n and p not in stored else None
-        if not isinstance(i, Compute) or p in found or not _is_cheap(graph, i):
-            return set() if p in found or p in mine else {p}
-        leaves = set[Property]().union(*(chain(q, found) for q in reads(graph, i)))
-        found[p] = i
+        leaves, left = set[Property](), [(p, False)]
+        while left:
+            q, has_operands = left.pop()
+            i = made[q][1] if q in made and made[q][0] < n and q not in stored else None
+            if q in found:
+                continue
+            if not isinstance(i, Compute) or not _is_cheap(graph, i):
+                leaves |= set() if q in mine else {q}
+            elif has_operands:
+                found[q] = i
+            else:
+                left += [(q, True), *((r, False) for r in reversed([*reads(graph, i)]))]
         return leaves
 
     kept = {p for p in outside if chain(p, {}) == {p}}

@@ -204,6 +204,9 @@ def test_files_that_are_no_plans(plan: Plan, tmp_path: Path) -> None:
     file.write_bytes(b"\xff\x00")
     with pytest.raises(PlanError, match="no JSON"):
         load(file, step, step_args())
+    file.write_text("[" * 100_000)
+    with pytest.raises(PlanError, match="no JSON"):
+        load(file, step, step_args())
     file.write_text("[]")
     with pytest.raises(PlanError, match="holds no plan"):
         load(file, step, step_args())
