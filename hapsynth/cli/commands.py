@@ -237,7 +237,7 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
     record = json_records.search_record(plan, baselines)
     if options.advise and not plan.result.interrupted:
         with activity(options.quiet) as tell:
-            variants = advise(plan, options.memory_limit, options.time_budget, tell)
+            variants = advise(plan, lambda on: _replanned(options, target, on), tell)
         record["advice"] = advice_record(variants)
         if session.out is not None:
             print_advice(session.out, variants)
@@ -281,6 +281,15 @@ def _shortage(options: argparse.Namespace, target: Target, cluster: Cluster, err
         return synthesize(target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **requested)
 
     return Shortage(target.fn, target.args, target.kwargs, cluster, options.memory_limit, error.needs, plan)
+
+
+def _replanned(options: argparse.Namespace, target: Target, on: Cluster) -> Plan:
+    """The same on another cluster, without what is for its own plan alone: warnings, and a closer bound."""
+    requested = {**asked(options), "joint_gap": None}
+    for said in (ClusterWarning, OverlapWarning):
+        warnings.simplefilter("ignore", said)
+    given, limit = dict(target.kwargs), options.memory_limit
+    return synthesize(target.fn, target.args, on, example_kwargs=given, memory_limit=limit, **requested)
 
 
 def _compare(options: argparse.Namespace, session: _Session) -> int:

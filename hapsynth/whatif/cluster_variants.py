@@ -1,7 +1,7 @@
 """`hapsynth search --advise`: what the step would take on other clusters, and what to leave out or to buy.
 
-The traced graph is planned again for every change: without each kind, with another host of it, with twice of it, and
-with other networks. The work stays the same: the batch is the model file's.
+The function is planned again for every change: without each kind, with another host of it, with twice of it, and with
+other networks. The work stays the same: the batch is the model file's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from hapsynth._quantities import seconds
 from hapsynth.cluster.cluster import Cluster, Link
 from hapsynth.plan import Plan
-from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.planner import InfeasibleError
-from hapsynth.search.planning.task import PlanningOptions, Task
 
 _NETWORKS = (0.5, 2.0, 10.0)
 _SAME = 1e-3
@@ -59,16 +57,12 @@ def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster, str | None]]:
         yield f"with {factor:g}x the network bandwidth", cluster.scaled_network(factor), None
 
 
-def advise(
-    plan: Plan, memory_limit: float | None, time_budget_s: float | None, tell: Callable[[str], None]
-) -> list[Variant]:
+def advise(plan: Plan, planned: Callable[[Cluster], Plan], tell: Callable[[str], None]) -> list[Variant]:
     """The plan's own cluster and every change of it, fastest first, what fits nowhere last.
 
-    `memory_limit`: bytes per device, `time_budget_s`: for each change; both as the plan had them. Ctrl-C ends it with
-    what is known by then.
+    `planned`: the same function on another cluster, as the plan itself was asked for; raises InfeasibleError. Ctrl-C
+    ends it with what is known by then.
     """
-    graph = plan.traced.graph
-    options = PlanningOptions(memory_limit, time_budget_s, exact=plan.result.exact, lowering=plan.result.lowering)
     left_out = frozenset(k.name for k in plan.cluster.kinds) - {plan.cluster.devices[d].name for d in plan.devices}
     with_all = plan.result.with_all_s
     found = [Variant("as it is", plan.cluster, plan.cost, plan.gap, left_out=left_out, with_all_s=with_all)]
@@ -76,13 +70,13 @@ def advise(
         for change, cluster, dropped in changes(plan.cluster):
             tell(change)
             try:
-                result = ClusterPlanner(Task(graph, cluster, options)).run()
+                other = planned(cluster)
             except InfeasibleError as error:
                 found.append(Variant(change, cluster, None, None, dropped, str(error)))
                 continue
-            if result.interrupted:
+            if other.result.interrupted:
                 break
-            found.append(Variant(change, cluster, result.cost_s, result.gap, dropped))
+            found.append(Variant(change, cluster, other.cost, other.gap, dropped))
     except KeyboardInterrupt:
         pass
     return sorted(found, key=lambda v: (v.cost_s is None, v.cost_s or 0.0))

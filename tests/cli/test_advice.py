@@ -12,12 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import wide_activations
 from cli_model import CLUSTER, MODEL
+from slow_devices import slow_cluster
+from wide_activations import ARGS
 
 from hapsynth.api import synthesize
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
 from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.whatif import cluster_variants
 from hapsynth.whatif.cluster_variants import Variant, advise, changes, sentences
 from hapsynth.whatif.remedies import Shortage, remedies
 
@@ -46,7 +50,8 @@ def test_a_kind_that_is_in_the_way_is_to_be_left_out() -> None:
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     step = lambda w, x: (w - 1e-3 * x.T @ jnp.tanh(x @ w), (x @ w).sum())
     plan = synthesize(step, (f32(512, 512), f32(4096, 512)), cluster(FAST, FAST, SLOW))
-    variants = advise(plan, None, None, lambda _: None)
+    planned = lambda on: synthesize(step, (f32(512, 512), f32(4096, 512)), on)
+    variants = advise(plan, planned, lambda _: None)
     known = {v.change: v for v in variants}
     without, base = known["without the 1 slow"], known["as it is"]
     assert base.cost_s == plan.cost
@@ -104,6 +109,32 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert {str(r["devices"]) for r in rows} >= {"{'V100-16GB': 4}", "{'P4-8GB': 4}", "{'V100-16GB': 8, 'P4-8GB': 4}"}
     assert "price" not in text
     assert all(sentence in text for sentence in data["advice"]["sentences"])
+
+
+@pytest.mark.parametrize("asked", ["overlap", "recompute"])
+def test_other_clusters_are_planned_for_as_their_own(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the function as it is, with the same options: the figures of unlike plans can't be compared."""
+    (tmp_path / "model.py").write_text(
+        "from wide_activations import ARGS, step\n\n\ndef target():\n    return step, ARGS\n"
+    )
+    here = slow_cluster([1.0, 1.0], bandwidth=1e8)
+    limit = None if asked == "overlap" else 0.85 * max(synthesize(wide_activations.step, ARGS, here).memory)
+    here.save(tmp_path / "c.toml")
+    other = here.scaled_network(2.0) if asked == "overlap" else here.plus("x1.0", 2)
+    monkeypatch.setattr(cluster_variants, "changes", lambda _: [("another", other, None)])
+    options = [] if limit is None else ["--memory-limit", f"{limit} B"]
+    file = ["search", str(tmp_path / "model.py"), "--cluster", str(tmp_path / "c.toml"), "-q"]
+    assert main([*file, *options, f"--{asked}", "--advise", "--json", str(tmp_path / "a.json")]) == 0
+    found = {c["change"]: c["cost_s"] for c in json.loads((tmp_path / "a.json").read_text())["advice"]["clusters"]}
+    alike = synthesize(wide_activations.step, ARGS, other, memory_limit=limit, **{asked: True})
+    assert found["another"] == pytest.approx(alike.cost, rel=1e-9)
+    if asked == "overlap":
+        assert alike.cost < 0.995 * synthesize(wide_activations.step, ARGS, other).cost
+    else:
+        # There nothing has to be made again.
+        assert alike.traced.graph.again is None
 
 
 TINY = """
