@@ -66,7 +66,8 @@ def format(value: float, units: Mapping[str, Decimal]) -> str:
     """`value` (SI units) as the shortest text that `parse` reads back as exactly the same float."""
     texts: list[tuple[int, Decimal, str]] = []
     for unit, factor in units.items():
-        number = (Decimal(repr(value)) / factor).normalize()
+        # NumPy's scalars have their type in their repr.
+        number = (Decimal(repr(float(value))) / factor).normalize()
         text = f"{number:f} {unit}"
         # Bits are for reading only: what a file says in Gbit/s comes back in GB/s.
         if "bit" not in unit and (number >= 1 or factor == 1) and parse(text, units, zero=True) == value:

@@ -109,7 +109,7 @@ class DeviceKind:
     def __post_init__(self) -> None:
         owner = f"device kind {self.name!r}"
         # In a fixed order, whatever order they came in: equal kinds must hash alike.
-        flops = {**{d: float(self.flops[d]) for d in _RATES if d in self.flops}, **self.flops}
+        flops = {d: float(self.flops[d]) for d in dict.fromkeys((*_RATES, *self.flops)) if d in self.flops}
         object.__setattr__(self, "flops", flops)
         for dtype, rate in self.flops.items():
             if dtype not in _RATES:

@@ -173,6 +173,16 @@ def test_format_is_exact(value: float, units: str) -> None:
     assert _units.parse(_units.format(value, table), table, zero=True) == value
 
 
+def test_figures_of_numpy_are_saved(tmp_path: Path) -> None:
+    number = np.float64
+    flops = {"float32": number(1e13)}
+    kind = DeviceKind("card", flops, number(1e11), np.int64(1 << 30), overhead=number(1e-6))  # type: ignore[arg-type]
+    cluster = Cluster("c", (kind,) * 2, (0, 1), Link(number(1e9), number(2e-5)))
+    assert {type(rate) for rate in kind.flops.values()} == {float}
+    cluster.save(tmp_path / "c.toml")
+    assert Cluster.load(tmp_path / "c.toml") == cluster
+
+
 def test_format_reads_well() -> None:
     assert _units.format(15.7e12, _units.RATE) == "15.7 TFLOP/s"
     assert _units.format(1.25e9, _units.BANDWIDTH) == "1.25 GB/s"
