@@ -28,7 +28,7 @@ TIME = MappingProxyType({u: Decimal(f) for u, f in [("s", "1"), ("ms", "1e-3"), 
 RATE = MappingProxyType(_scaled("FLOP/s", "MGTP"))
 WORK = MappingProxyType(_scaled("FLOP", "kMGTP"))
 
-_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|inf\w*))\s*(.*?)\s*", re.I)
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:nan|inf(?:inity)?)\b)\s*(.*?)\s*", re.I)
 
 
 def parse(text: object, units: Mapping[str, Decimal], *, zero: bool = False) -> float:
@@ -49,8 +49,12 @@ def parse(text: object, units: Mapping[str, Decimal], *, zero: bool = False) -> 
     if unit not in units:
         raise ValueError(f"has the unknown unit {unit!r} (units are case-sensitive); {example}")
     # Decimal, so that "20 us" is the float nearest to 2e-5: 20 * 1e-6 is not.
-    exact = Decimal(number) * units[unit] if Decimal(number).is_finite() else Decimal(number)
-    return check(float(exact), zero=zero)
+    try:
+        value = float(Decimal(number) * units[unit])
+    except ArithmeticError:
+        # An exponent beyond those of Decimal: 0 or infinite as a float.
+        value = float(number)
+    return check(value, zero=zero)
 
 
 def check(value: float, *, zero: bool = False) -> float:

@@ -229,6 +229,8 @@ def test_an_output_that_is_an_input(argv: list[str], files: Path, capsys: pytest
         (["search", "model.py", "--cluster", "c", "--joint-gap", "0.03"], r".*'0.03' is no percentage.*"),
         (["search", "model.py", "--cluster", "c", "--memory-limit", "12"], r".*'12' has no unit.*"),
         (["search", "model.py", "--cluster", "c", "--memory-limit", "-1 GiB"], r".*--memory-limit.*"),
+        (["search", "model.py", "--cluster", "c", "--memory-limit", "1e1000000 GB"], r".*GB' is not a finite number.*"),
+        (["search", "model.py", "--cluster", "c", "--memory-limit", "infinite GB"], r".*GB' is not a number with.*"),
         (["run", "model.py", "--plan", "p", "--steps", "0"], r".*'0' is not a whole number of at least 1.*"),
         (["run", "model.py"], r"hapsynth run: error: .*--plan.*"),
         (["explain", "p", "model.py", "--top", "x"], r".*'x' is not a whole number.*"),
