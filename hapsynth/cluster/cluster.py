@@ -67,6 +67,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
+from hapsynth._files import write_text
 from hapsynth.cluster import _units
 from hapsynth.cluster.curves import Curve, write_curve
 from hapsynth.cluster.device_kinds import DeviceKind, kind_of, known_kinds, read_kinds, write_kind
@@ -357,8 +358,9 @@ class Cluster:
         return cls.from_dict({"name": file.stem, **data}, source=str(file))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the TOML that `load` reads back as an equal cluster: every kind in full, no [kinds] base."""
-        Path(path).write_text(to_toml(self.to_dict(defaults=True)), encoding="utf-8")
+        """Writes the TOML that `load` reads back as an equal cluster: every kind in full, no [kinds] base. The file is
+        there whole or not at all; OSError where that cannot be done."""
+        write_text(path, to_toml(self.to_dict(defaults=True)))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], source: str = "cluster") -> "Cluster":

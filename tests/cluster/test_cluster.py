@@ -173,6 +173,19 @@ def test_format_is_exact(value: float, units: str) -> None:
     assert _units.parse(_units.format(value, table), table, zero=True) == value
 
 
+def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before, after = Cluster("before", (CARD,), (0,), WIRE), Cluster("after", (CARD,), (0,), WIRE)
+    before.save(tmp_path / "c.toml")
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        after.save(tmp_path / "c.toml")
+    assert Cluster.load(tmp_path / "c.toml").name == "before"
+    assert [file.name for file in tmp_path.iterdir()] == ["c.toml"]
+
+
 def test_figures_of_numpy_are_saved(tmp_path: Path) -> None:
     number = np.float64
     flops = {"float32": number(1e13)}
