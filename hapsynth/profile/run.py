@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.profile.cluster_builder import Builder, speed_groups
 from hapsynth.profile.collectives import Axes, Exchange, exchanges, runner
@@ -62,11 +62,16 @@ def profile(
     measured, `note` with what a person should know. Raises ProfileError for figures that can't be true, unless `force`,
     and for axes that don't fit the devices.
     """
-    axes = options.axes or (("hap", job.n),)
+    axes = options.axes or ((DEFAULT_AXIS, job.n),)
+    shape = " x ".join(f"{name}={size}" for name, size in axes)
     if int(np.prod([size for _, size in axes])) != job.n:
-        shape = " x ".join(f"{name}={size}" for name, size in axes)
         raise ProfileError(
             f"the mesh {shape} does not fit the {job.n} devices of this job; give sizes that make {job.n}"
+        )
+    if DEFAULT_AXIS in dict(axes) and sum(size > 1 for _, size in axes) > 1:
+        raise ProfileError(
+            f"the mesh {shape} has an axis called {DEFAULT_AXIS!r}, as all devices together are called, along which "
+            "collectives are measured too; give that axis another name"
         )
     state = State(partial if job.first else None, job.fingerprint(asdict(options)))
     if text := state.load():

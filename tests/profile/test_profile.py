@@ -368,6 +368,7 @@ def test_what_one_device_cannot_run_is_no_figure() -> None:
     ("argv", "says"),
     [
         (["--mesh", "3x5"], "the mesh x=3 x y=5 does not fit the 8 devices"),
+        (["--mesh", "hap=2,b=4"], "the mesh hap=2 x b=4 has an axis called 'hap', as all devices together are"),
         (["--mesh", "2xtwo"], "'2xtwo' is not a mesh"),
         (["--mesh", "a=2,a=4"], "not a mesh"),
         (["--dtypes", "int8"], "'int8' is not one of float32"),
