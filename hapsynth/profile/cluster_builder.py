@@ -37,6 +37,14 @@ def speed_groups(job: Job, ran: Sequence[Kernel], figures: Mapping[str, Floats])
     return groups([d.device_kind for d in job.devices], seconds, spread)
 
 
+def _known(device_kind: str) -> DeviceKind | None:
+    """What the table has of a device that JAX calls so."""
+    try:
+        return kind_of(device_kind)
+    except ClusterError:
+        return None
+
+
 class Builder:
     """`ran`, `sent`: the measurements. `figures`: seconds and spread of each, [devices, 2]. `memory`: bytes of each
     device, -1 where not known."""
@@ -113,12 +121,11 @@ class Builder:
 
     def _kind(self, group: int) -> DeviceKind:
         name, members, fit = self.names[group], self.groups[group], self.fits[group]
-        memory = min(self.memory[i] for i in members)
+        memory, known = min(self.memory[i] for i in members), _known(self.job.devices[members[0]].device_kind)
         if memory <= 0:
-            try:
-                memory = kind_of(self.job.devices[members[0]].device_kind).memory
-            except ClusterError:
-                raise ProfileError(f"{name} does not tell how much memory it has, and is no known device") from None
+            if known is None:
+                raise ProfileError(f"{name} does not tell how much memory it has, and is no known device")
+            memory = known.memory
         source = f"hapsynth profile, JAX {jax.__version__}, {platform.node()}"
         dtypes = list(dict.fromkeys(k.dtype for k in self.ran))
         kind = fit.kind(name, dtypes, memory, source)
@@ -126,8 +133,10 @@ class Builder:
             raise ProfileError(f"{name}: float32 matmuls or memory came out as taking no time; run it again")
         on_cpu = self.job.devices[members[0]].platform == "cpu"
         granularity = kind.granularity if on_cpu else replace(kind.granularity, outputs=GPU_GRANULARITY.outputs)
-        contention = self._contention(members)
-        return replace(kind, contention=contention, contention_delay=self._delay(members[0]), granularity=granularity)
+        # Contention is not measured everywhere, as where there is one device.
+        usual = kind.default_contention if known is None else known.default_contention
+        kind = replace(kind, contention=self._contention(members), default_contention=usual, granularity=granularity)
+        return replace(kind, contention_delay=self._delay(members[0]))
 
     def _contention(self, devices: Sequence[int]) -> float | None:
         """How many times as long the largest matmul takes beside a collective; None where that was not measured."""

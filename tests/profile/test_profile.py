@@ -16,6 +16,7 @@ from two_processes import run_two
 from hapsynth import _device_memory
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import COLLECTIVES, Cluster
+from hapsynth.cluster.device_kinds import kind_of
 from hapsynth.cluster.op_classes import OP_CLASSES
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile import run
@@ -157,6 +158,16 @@ def test_contention_is_what_a_matmul_takes_longer_beside_a_collective() -> None:
     assert [kind.contention for kind in built(job).cluster().kinds] == [None, None]
     doubts = built(job, {BESIDE: np.array([[1.0, 0.9]] * 4)}).doubts()
     assert [doubt.keys for doubt in doubts] == [(BESIDE,)]
+
+
+def test_a_known_gpu_keeps_its_default_contention(tmp_path: Path) -> None:
+    """For where none was measured."""
+    job = FakeJob([1.0] * 2)
+    job.devices = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")] * 2
+    built(job).cluster().save(tmp_path / "c.toml")
+    (kind,) = Cluster.load(tmp_path / "c.toml").kinds
+    assert kind.contention is None
+    assert kind.slowdown == kind_of("NVIDIA H200").default_contention > 1.0
 
 
 def test_contention_delay_is_what_a_small_collective_takes_longer(tmp_path: Path) -> None:
