@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -179,6 +180,8 @@ def synthesize(
     """
     began = time.perf_counter()
     check_positive("memory_limit", memory_limit, "bytes per device")
+    if memory_limit == math.inf:
+        memory_limit = None
     check_positive("time_budget_s", time_budget_s, "seconds")
     check_form(form)
     check_lowering(lowering)

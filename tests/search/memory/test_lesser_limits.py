@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,13 @@ def test_remedies_raise_what_is_too_low(
     assert capsys.readouterr().err.count("warning") == (limit == "4 GiB")
     found = json.loads((files / "out.json").read_text())
     assert any(re.fullmatch(change, r["change"]) and r["cost_s"] for r in found["remedies"]), found["remedies"]
+
+
+def test_an_infinite_limit_is_none() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ClusterWarning)
+        plan = hapsynth.synthesize(step, (W, X), unlike(10**6, 10**6), memory_limit=float("inf"))
+    assert plan.memory_limit == 1e6
 
 
 def test_a_mesh_of_its_own_devices() -> None:
