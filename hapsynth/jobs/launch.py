@@ -371,11 +371,15 @@ def _signals() -> Generator[list[int]]:
 
 
 def _gpu_shares(processes: int) -> list[str]:
-    """Which of the NVIDIA GPUs here each process takes; nothing where there are none or the user says it.
+    """Which of the NVIDIA GPUs here each process takes; nothing where there are none, where JAX is told to use none,
+    or where the user says it.
 
     JAX would give one to each process of a job like Open MPI's, also where there are more.
     """
     if os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return []
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu", "rocm"} & {name.strip() for name in platforms.split(",")}:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     nodes = [f for f in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)]

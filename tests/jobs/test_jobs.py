@@ -286,7 +286,8 @@ def test_a_process_that_a_plan_leaves_out_has_nothing_to_compare(monkeypatch: py
 
 
 def test_the_environment_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS", raising=False)
+    for name in ("JAX_LOCAL_DEVICE_IDS", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     first, second = Launch(here=2).environments()
     assert first["JAX_COORDINATOR_ADDRESS"] == second["JAX_COORDINATOR_ADDRESS"]
@@ -301,6 +302,11 @@ def test_the_environment_of_each_process(monkeypatch: pytest.MonkeyPatch) -> Non
     assert third["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3"
     with pytest.raises(JobError, match="4 GPUs can't be shared evenly by 3 processes"):
         Launch(here=3).environments()
+    # CPUs are nothing to share out.
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert not any("JAX_LOCAL_DEVICE_IDS" in e for e in Launch(here=3).environments())
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in Launch(here=2).environments()] == ["0,1", "2,3"]
 
 
 SRUN = {
