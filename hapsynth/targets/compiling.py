@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -109,12 +110,12 @@ def _apart(request: _Request) -> CompiledTarget:
     with _environment():
         try:
             process.start()
-        except (AttributeError, TypeError, ValueError, ImportError) as error:
+        except (AttributeError, TypeError, ValueError, ImportError, pickle.PicklingError) as error:
             if isinstance(error, ValueError) and "pickle" not in str(error):
                 raise
             raise TargetError(
-                f"a new process can't find the plan's function ({error}): define it and what its arguments hold at the "
-                "top level of a module, or use `hapsynth compile FILE`"
+                f"a new process can't find the plan's function ({error}): define it, with def, and what its arguments "
+                "hold at the top level of a module, or use `hapsynth compile FILE`"
             ) from error
     sends.close()
     try:

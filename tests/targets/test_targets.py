@@ -88,10 +88,18 @@ def test_a_compiler_that_dies_takes_nothing_along(monkeypatch: pytest.MonkeyPatc
     assert all("died of SIGABRT" in t.error and "a fatal check" in t.error for t in found)
 
 
-def test_a_function_that_no_other_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return step(w, x)[1]
+
+
+NO_DEF: dict[str, Any] = {"lambda": lambda w, x: step(w, x), "jax.grad": jax.grad(loss), "inside": None}
+
+
+@pytest.mark.parametrize("fn", NO_DEF.values(), ids=NO_DEF)
+def test_a_function_that_no_other_process_finds(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "installed_plugin", lambda: "jax-cuda12-plugin 0")
     with pytest.raises(TargetError, match="top level of a module"):
-        planned(lambda w, x: step(w, x)).compile_for(CARDS)
+        planned(fn or (lambda w, x: step(w, x))).compile_for(CARDS)
 
 
 def test_the_first_collective_that_differs_is_named() -> None:
