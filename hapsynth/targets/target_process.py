@@ -23,6 +23,7 @@ from hapsynth.graph.trace import Traced
 from hapsynth.hlo.collectives import collectives_of, first_difference
 from hapsynth.hlo.latency_profile import latency_profile
 from hapsynth.hlo.replay import Replay, replay
+from hapsynth.hlo.text import HloError
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.lower import Latencies, Lowered, Staged, alike, compile_with, lower, lower_fused, lower_staged, own_mesh
 from hapsynth.running.form import Chosen, Form, chosen_form, only_exact
@@ -50,8 +51,8 @@ def compile_in_this_process(
     target: CompilerTarget,
     texts: str = "",
 ) -> CompiledTarget:
-    """Compile the plan of a file for a card; what the compiler refuses is the result's `error`. `texts`: a folder for
-    the programs as they are compiled.
+    """Compile the plan of a file for a card; what the compiler refuses, or makes that can't be read, is the result's
+    `error`. `texts`: a folder for the programs as they are compiled.
 
     Raises PlanError for a file that is no plan of the function.
     """
@@ -67,14 +68,20 @@ def compile_in_this_process(
     if texts:
         for number, text in enumerate(compiled.texts):
             Path(texts, f"{target.kind}-{chosen}-{number}.txt").write_text(text, encoding="utf-8")
+    try:
+        collectives = tuple(c for text in compiled.sent for c in collectives_of(text))
+        replayed = plan.replayed(compiled)
+    except HloError as error:
+        why = f"the program that XLA made can't be read: {error}; report it with what `hapsynth compile --hlo` writes"
+        return CompiledTarget(target.kind, chosen, why)
     return CompiledTarget(
         target=target.kind,
         form=chosen,
         seconds=seconds,
         peak_bytes=compiled.peak,
         predicted_bytes=plan.held(chosen, without_triton=compiled.without_triton),
-        collectives=tuple(c for text in compiled.sent for c in collectives_of(text)),
-        replay=plan.replayed(compiled),
+        collectives=collectives,
+        replay=replayed,
         predicted=plan.call,
         without_triton=compiled.without_triton,
     )

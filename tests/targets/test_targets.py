@@ -21,8 +21,16 @@ from hapsynth.cluster.cluster import Cluster, ClusterError, Link
 from hapsynth.cluster.compiler_target import compiler_target
 from hapsynth.cluster.device_kinds import known_kinds
 from hapsynth.hlo.collectives import Collective
-from hapsynth.targets import CompiledTarget, TargetError, collectives_differ, compile_for, compiling, cuda_plugin
-from hapsynth.targets.target_process import compiled_of
+from hapsynth.targets import (
+    CompiledTarget,
+    TargetError,
+    collectives_differ,
+    compile_for,
+    compiling,
+    cuda_plugin,
+    target_process,
+)
+from hapsynth.targets.target_process import compile_in_this_process, compiled_of
 
 CUDA = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if util.find_spec(name)]
 needs_wheels = pytest.mark.skipif(not CUDA, reason="XLA's CUDA compiler is not installed: hapsynth[aot12] or [aot13]")
@@ -74,6 +82,18 @@ def test_cards_that_a_compiler_does_not_serve() -> None:
         compiler_target("V100-16GB"), "jax-cuda13-plugin 0.12"
     )
     assert not cuda_plugin.not_served(compiler_target("V100-16GB"), "jax-cuda12-plugin 0.10.2")
+
+
+def test_a_program_that_cannot_be_read_is_the_targets_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unread = target_process._Compiled(1, ["unread"], ["unread"], without_triton=False)
+    monkeypatch.setattr(target_process._Saved, "fused", lambda plan: unread)
+    planned().save(path := tmp_path / "plan.json")
+    card = compiler_target(CARDS[0])
+    found = compile_in_this_process(str(path), step, (W, X), {}, "fused", card, str(tmp_path))
+    assert (found.target, found.form) == (CARDS[0], "fused")
+    assert "can't be read" in found.error
+    # What was compiled is there to be looked at.
+    assert (tmp_path / f"{CARDS[0]}-fused-0.txt").read_text() == "unread"
 
 
 def dies() -> Any:
