@@ -83,11 +83,11 @@ def run_command(options: argparse.Namespace) -> int:
         return _fail(name, "failed", error, FAILED)
     except _MISUSES as error:
         return _fail(name, "error", error, MISUSED)
-    except FileNotFoundError as error:
-        # Output files report their own errors; an error without a name is about the working directory.
-        missing = error.filename or "the working directory"
-        return _fail(name, "error", UsageError(f"{missing}: {error.strerror}"), MISUSED)
     except OSError as error:
+        # Output files report their own errors; one of no file, though, is about the working directory.
+        where = error.filename or ("the working directory" if isinstance(error, FileNotFoundError) else None)
+        if where is not None:
+            return _fail(name, "error", UsageError(f"{where}: {error.strerror}"), MISUSED)
         # What is left is standard output, which is full. Nothing more is to be written there, not by Python at exit
         # either.
         with suppress(OSError, ValueError):
@@ -308,7 +308,7 @@ def _compile(options: argparse.Namespace, session: _Session) -> int:
     plan, _ = loaded(options.plan, options.file, options.function)
     source = source_of(options.file, options.function)
     if options.hlo is not None:
-        options.hlo.mkdir(parents=True, exist_ok=True)
+        session.files.make_folder("--hlo", options.hlo)
     with activity(options.quiet) as tell:
         targets = compile_for(plan, options.targets, form=options.form, source=source, tell=tell, texts=options.hlo)
     session.files.write_json(options.json, targets_record(targets))

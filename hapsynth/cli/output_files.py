@@ -63,6 +63,16 @@ class Outputs:
         os.close(handle)
         self._temporary[name] = temporary
 
+    def make_folder(self, option: str, path: Path) -> None:
+        """Make the folder `path`, given with `option`, unless it is there. UsageError where nothing can be written."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            why = "is a file" if path.is_file() else f"can't be written: {error.strerror}"
+            raise UsageError(f"{option} {path}: {why}; give a folder of your own, or one to be made") from None
+
     def write(self, name: str | None, save: Callable[[Path], object]) -> None:
         """Let `save` write the file `name`, claimed before, and put it in its place. UsageError where it can't."""
         if name is None:

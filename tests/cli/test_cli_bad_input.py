@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cli_model import CLUSTER
 
+from hapsynth.cli import commands
 from hapsynth.cli.main import main
 
 SEARCH = ["search", "bad.py", "--cluster", "mixed.toml", "--plan", "p.json", "--json", "j.json"]
@@ -176,6 +177,26 @@ def test_unwritable_outputs_are_found_first(
     (files / "bad.py").write_text("raise AssertionError('loaded before the outputs were tried')")
     argv = ["search", "bad.py", "--cluster", "mixed.toml", option, name]
     refused(argv, pattern, files, capsys)
+
+
+@pytest.mark.parametrize("name", ["model.py", "model.py/x", "/proc/x"])
+def test_a_folder_that_cannot_be_made(name: str, plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["compile", "model.py", "--plan", "plan.json", "--hlo", name]
+    why = "is a file" if name == "model.py" else "can't be written: .*"
+    refused(argv, rf"--hlo {re.escape(name)}: {why}; give a folder .*", plan_file.parent, capsys)
+
+
+def test_a_file_that_no_command_expects_to_fail(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is named, and not taken for standard output."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", "elsewhere.txt")
+
+    monkeypatch.setattr(commands, "compile_for", fails)
+    argv = ["compile", "model.py", "--plan", "plan.json"]
+    refused(argv, r"elsewhere\.txt: Permission denied", plan_file.parent, capsys)
 
 
 @pytest.mark.parametrize("command", ["search", "compare"])
