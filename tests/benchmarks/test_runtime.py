@@ -89,8 +89,10 @@ def test_the_report_refuses_values_that_differ(capsys: pytest.CaptureFixture[str
 def test_models_measured_before_a_process_failed_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    ahead = {k: EVEN[k] for k in ("cluster", "system", "predicted_s", "ideal_s", "by_quota_s")} | {"model": "lm"}
+
     def run(machines: Any, folder: Path, *rest: Any) -> list[int]:
-        write_json(folder / "rows.json", [EVEN])
+        write_json(folder / "rows.json", [EVEN, ahead])
         return [0, -9]
 
     monkeypatch.setattr(runtime, "run", run)
@@ -98,8 +100,17 @@ def test_models_measured_before_a_process_failed_are_reported(
     monkeypatch.setattr("sys.argv", ["runtime.py", "--cluster", "2,even4", "--systems", "even", "--json", str(found)])
     with pytest.raises(SystemExit, match=r"the processes on 2 ended with \[0, -9\]"):
         runtime.measure(runtime.arguments(), tmp_path)
-    assert read_json(found) == [EVEN]
-    assert "mlp on 2" in capsys.readouterr().out
+    assert read_json(found) == [EVEN, ahead]
+    said = capsys.readouterr().out
+    assert "mlp on 2" in said
+    assert "lm on 2" not in said
+
+
+def test_a_plan_that_leaves_the_first_process_out_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """That process compares values, and has none of such a plan."""
+    plan = {k: v for k, v in EVEN.items() if k != "off"} | {"system": "plan"}
+    assert runtime.report([EVEN, plan])
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["1.0e-06", "-"]
 
 
 def test_the_program_of_a_plan_with_overlap_runs_without() -> None:
