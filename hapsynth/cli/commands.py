@@ -285,7 +285,7 @@ def _shortage(options: argparse.Namespace, target: Target, cluster: Cluster, err
 
 def _replanned(options: argparse.Namespace, target: Target, on: Cluster) -> Plan:
     """The same on another cluster, without what is for its own plan alone: warnings, and a closer bound."""
-    requested = asked(options) | {"joint_gap": None}
+    requested: dict[str, Any] = {**asked(options), "joint_gap": None}
     for said in (ClusterWarning, OverlapWarning):
         warnings.simplefilter("ignore", said)
     given, limit = dict(target.kwargs), options.memory_limit
