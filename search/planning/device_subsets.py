@@ -225,6 +225,7 @@ class _OverlappedSubsets:
     def __init__(self, task: Task, whole: Planner, bar: float) -> None:
         self.task, self.whole, self.bar = task, whole, bar
         self._least = IdealWorkBound(whole.task.choices, whole.task.costs)
+        self._interrupted = False
 
     def run(self) -> Result:
         """As `ClusterPlanner.run`."""
@@ -234,16 +235,21 @@ class _OverlappedSubsets:
         looks = [self._look(everyone, whole)]
         for devices, bound in sorted(bounds.items(), key=lambda item: (item[1], item[0])):
             if bound < min(looks).makespan_s * (1 - SETTLED / 2) and not self._late(looks):
-                looks.append(self._look(devices, self._planner(devices)))
+                look = self._attempt(lambda devices=devices: self._look(devices, self._planner(devices)))
+                looks += [look] if look else []
+        if not np.isfinite(min(looks).makespan_s):
+            # No set fits. What is told is what all devices lack, not the first in order.
+            whole.clock.interrupted |= self._interrupted
+            return whole.conclude(self.bar)
         best: Result | None = None
         chosen, with_all = everyone, looks[0].makespan_s
         for look in sorted(looks):
             enough = min(best.cost_s * (1 - SETTLED / 2) if best else np.inf, self.bar)
             look.planner.clock.allow(self._left())
+            late = self._late(looks)
+            look.planner.clock.interrupted |= self._interrupted
             if best and (
-                self._late(looks)
-                or look.planner.makespan_bound >= enough
-                or not look.comes_near(best.cost_s * _WORTH, enough)
+                late or look.planner.makespan_bound >= enough or not look.comes_near(best.cost_s * _WORTH, enough)
             ):
                 continue
             found = look.planner.conclude(enough)
@@ -260,7 +266,17 @@ class _OverlappedSubsets:
         joint = min(*bounds.values(), best.cost_s)
         efforts = [look.planner.effort for look in looks]
         left_out = None if chosen == everyone else with_all
-        return _of_all_sets(best, chosen, self.task, (best.lower_bound_s, joint), bounds, efforts, left_out)
+        self._late(looks)
+        found = _of_all_sets(best, chosen, self.task, (best.lower_bound_s, joint), bounds, efforts, left_out)
+        return replace(found, interrupted=self._interrupted)
+
+    def _attempt(self, look: Callable[[], _Look]) -> _Look | None:
+        """A look at another set than the whole; None where Ctrl-C ended it before any plan for that set."""
+        try:
+            return look()
+        except KeyboardInterrupt:
+            self._interrupted = True
+            return None
 
     def _look(self, devices: Devices, planner: Planner) -> _Look:
         """A first look, whose makespans take a part of the time that is left."""
@@ -275,8 +291,8 @@ class _OverlappedSubsets:
         return np.inf if budget is None else budget - self.whole.clock.elapsed()
 
     def _late(self, looks: Sequence[_Look]) -> bool:
-        interrupted = any(look.planner.clock.interrupted for look in looks)
-        return interrupted or self._left() <= _LEAST_LEFT * (self.task.options.time_budget_s or 0.0)
+        self._interrupted |= any(look.planner.clock.interrupted for look in looks)
+        return self._interrupted or self._left() <= _LEAST_LEFT * (self.task.options.time_budget_s or 0.0)
 
     def _planner(self, devices: Devices) -> Planner:
         restriction = _NOTHING_CUT if len(devices) == 1 else None

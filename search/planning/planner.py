@@ -25,7 +25,7 @@ from hapsynth.search.planning.effort import Clock, Effort
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.infeasibility import shortage
 from hapsynth.search.planning.joint_refinement import JointRefinement
-from hapsynth.search.planning.makespan import MakespanSearch, as_it_is, concluded, first_look
+from hapsynth.search.planning.makespan import MakespanSearch, Overlapped, as_it_is, concluded, first_look
 from hapsynth.search.planning.resharding import resharded
 from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FixedRatioSearch, Glance
 from hapsynth.search.planning.task import Task
@@ -287,8 +287,7 @@ class Planner:
         """The program of the least makespan found, from the best one as a sum of its instructions."""
         task, graph = self.task, self.task.graph
         self.explore_makespans()
-        makespans = self._makespans
-        found = self._unless_interrupted(lambda: makespans and concluded(makespans, bar), None)
+        found = self._concluded(self._makespans, bar) if self._makespans else None
         own = as_it_is(self._search, best)
         # Where memory is short, what is found may have to wait for its gathers longer than the sum's program does.
         found = own if found is None or own.timeline.makespan_s < found.timeline.makespan_s else found
@@ -320,6 +319,15 @@ class Planner:
             exact=task.options.exact,
             lowering=task.options.lowering,
         )
+
+    def _concluded(self, makespans: MakespanSearch, bar: float) -> Overlapped | None:
+        """The program of the least makespan; once Ctrl-C was pressed the best so far, as nothing more is begun then."""
+        for _ in range(2):
+            try:
+                return concluded(makespans, bar)
+            except KeyboardInterrupt:
+                self.clock.interrupted = True
+        return None
 
     def _infeasible(self) -> InfeasibleError:
         least, certain = self._incumbent.least, self._search.certain_bytes()

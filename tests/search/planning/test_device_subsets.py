@@ -26,7 +26,7 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.device_subsets import ClusterPlanner, IdealWorkBound, subclusters
-from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.planner import InfeasibleError, Planner
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress
 from hapsynth.search.solver import solve
@@ -277,3 +277,38 @@ def test_a_budget_with_overlap_leaves_time_for_every_look(monkeypatch: pytest.Mo
     assert min(looked) < 4
     assert now[0] < 1.1 * budget
     assert result.lower_bound_s <= result.cost_s
+
+
+def test_with_overlap_ctrl_c_while_a_set_has_no_plan_keeps_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, looks = trace(strategies.mlp, ARGS).graph, list[float]()
+    first_look, explore = Planner.explore_makespans, Planner.explore
+
+    def looked(self: Planner) -> float:
+        looks.append(first_look(self))
+        return looks[-1]
+
+    def pressed(self: Planner, bar: float = np.inf) -> float:
+        if self.task.cluster.n < UNLIKE.n:
+            raise KeyboardInterrupt
+        return explore(self, bar)
+
+    monkeypatch.setattr(Planner, "explore_makespans", looked)
+    monkeypatch.setattr(Planner, "explore", pressed)
+    result = ClusterPlanner(Task(graph, UNLIKE, PlanningOptions(overlap=True))).run()
+    assert result.interrupted
+    assert result.devices is None
+    assert result.cost_s <= looks[0] * (1 + 1e-9)
+
+
+def test_where_nothing_fits_all_devices_are_told_of() -> None:
+    graph = trace(strategies.mlp, ARGS).graph
+
+    def lacking(*, overlap: bool) -> InfeasibleError:
+        options = PlanningOptions(memory_limit=1e4, overlap=overlap)
+        with pytest.raises(InfeasibleError) as raised:
+            ClusterPlanner(Task(graph, UNLIKE, options)).run()
+        return raised.value
+
+    with_overlap, without = lacking(overlap=True), lacking(overlap=False)
+    assert str(with_overlap) == str(without)
+    assert (with_overlap.needs, with_overlap.excess) == (without.needs, without.excess)
