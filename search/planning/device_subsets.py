@@ -365,9 +365,12 @@ class _SubsetSearch:
         left = None if budget is None else max(0.05, min(self._left(), _ONE_AXIS * budget))
         flat = replace(cluster, axes=(), collectives=measured)
         try:
-            result = ClusterPlanner(task.on(flat, time_budget_s=left, progress=None)).run()
+            result = ClusterPlanner(task.on(flat, time_budget_s=left, progress=None, joint_gap=None)).run()
         except InfeasibleError:
             return 0
+        if result.interrupted:
+            # It was meant for the whole search.
+            raise KeyboardInterrupt
         return self.cluster.n if result.devices is None else len(result.devices)
 
     def _entry(self, devices: Devices) -> _Entry:

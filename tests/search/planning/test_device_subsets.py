@@ -25,6 +25,7 @@ from hapsynth.report.json_records import search_record
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.device_subsets import ClusterPlanner, IdealWorkBound, subclusters
 from hapsynth.search.planning.planner import InfeasibleError, Planner
 from hapsynth.search.planning.task import PlanningOptions, Task
@@ -312,3 +313,18 @@ def test_where_nothing_fits_all_devices_are_told_of() -> None:
     with_overlap, without = lacking(overlap=True), lacking(overlap=False)
     assert str(with_overlap) == str(without)
     assert (with_overlap.needs, with_overlap.excess) == (without.needs, without.excess)
+
+
+def test_ctrl_c_in_the_plan_for_one_axis_ends_that_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, cluster = trace(strategies.mlp, ARGS).graph, replace(UNLIKE, axes=(("a", 2), ("b", 2)))
+    flat = list[PlanningOptions]()
+
+    def pressed(self: Planner, best: Candidate) -> None:
+        assert len(self.task.cluster.axes) == 1, "nothing is certified after Ctrl-C"
+        flat.append(self.task.options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Planner, "_certify", pressed)
+    result = ClusterPlanner(Task(graph, cluster, PlanningOptions(joint_gap=0.01))).run()
+    assert result.interrupted
+    assert [options.joint_gap for options in flat] == [None]
