@@ -200,8 +200,8 @@ class ChainSpace:
         uses of a set that may take what a shared conversion makes, the one that counts is the one for which that takes
         the longest in a program."""
         kinds, count = self.resources.kinds, len(self.graph.ops)
-        ops = np.full(count, _NOWHERE, np.int8)
-        uses, values, ends = (np.full(n, _NOWHERE, np.int8) for n in (self.use_maker.size, *[self.made_by.size] * 2))
+        ops = np.full(count, _NOWHERE, np.int32)
+        uses, values, ends = (np.full(n, _NOWHERE, np.int32) for n in (self.use_maker.size, *[self.made_by.size] * 2))
         shared = uses.copy()
         slowing = self._slowing(resources)
         if slowing is not None:

@@ -68,6 +68,8 @@ _BASES = 4
 _LEAST_WEIGHT, _LEAST_BY_LEVEL = 2e-2, 4e-3
 """Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart. It
 costs the bound as much, so that there is less of it where a dual goes on from one nearby."""
+_MOST_LEAST = 0.5
+"""Of all own chains together, at most: of many kinds each has less."""
 _STEP, _LONG_STEP = 0.5, 0.8
 """From the weights of the best bound to those that limit it as far as is known; a long one where the bound rose the
 last time and no program has come up since that limits it more."""
@@ -180,7 +182,7 @@ class MakespanSearch:
     def _parts_of_path(self, known: Scheduled) -> Floats:
         """Of each resource its part of a critical path: weights from which others are soon found."""
         tasks, resources = known.timeline.tasks, self.space.resources
-        found = np.full(len(self.space.alone), _LEAST_WEIGHT)
+        found = np.full(len(self.space.alone), self._least_weight)
         kind_of = kinds_of_groups(tasks, self.costs)
         for task, group in known.path:
             at = resources.link if tasks.machine[task] is Machine.LINK else kind_of[group]
@@ -412,9 +414,14 @@ class MakespanSearch:
             self.chains += longer
 
     @property
+    def _least_weight(self) -> float:
+        """Of each resource's own chain."""
+        return min(_LEAST_BY_LEVEL if self._by_level else _LEAST_WEIGHT, _MOST_LEAST / len(self.space.alone))
+
+    @property
     def _floors(self) -> list[float]:
         """The least weight of each chain."""
-        least = _LEAST_BY_LEVEL if self._by_level else _LEAST_WEIGHT
+        least = self._least_weight
         return [least if chain.alone is not None else 0.0 for chain in self.chains]
 
     def _mix(self) -> None:

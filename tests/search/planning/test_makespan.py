@@ -99,6 +99,15 @@ def test_no_program_in_any_order_is_below_the_bound(name: str, bandwidth: float,
     assert 0 < ideal.makespan_on(given.task.cluster) <= least
 
 
+def test_many_kinds_of_devices_each_have_a_weight() -> None:
+    given = tiny("two uses", 1e8, 1.5, [1.0 + k / 100 for k in range(130)])
+    search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
+    search.run(3)
+    assert len(search.chains) > len(search.space.alone) > 130
+    assert search.best is not None
+    assert 0 < search.bound <= search.best.makespan_s * ROUNDING
+
+
 @pytest.mark.usefixtures("all_rounds")
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["several results", "taken again on hosts", "tied", "layers"])
