@@ -176,7 +176,8 @@ class MakespanSearch:
             self._solve(weights)
             if at is self._whole:
                 self._mix()
-            at.begun = True
+            # Programs suggest the next weights: where none is known there is nothing to go by yet.
+            at.begun = bool(self._seen_in(at))
             at.ended |= self.best is not None and self.best.makespan_s <= at.bound * (1 + TOLERANCE)
 
     def _parts_of_path(self, known: Scheduled) -> Floats:

@@ -34,6 +34,7 @@ from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.makespan import MakespanSearch
 from hapsynth.search.planning.makespan.mixtures import unlike_parts
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.search_at_ratios import AdditiveSolution
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress, Result
 from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
@@ -106,6 +107,27 @@ def test_many_kinds_of_devices_each_have_a_weight() -> None:
     assert len(search.chains) > len(search.space.alone) > 130
     assert search.best is not None
     assert 0 < search.bound <= search.best.makespan_s * ROUNDING
+
+
+def test_a_branch_without_programs_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the solver finds none in a round, there are no weights at which programs limit the bound."""
+    given = tiny("two uses", 1e8, 1.0)
+    search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
+    (seen,) = search.seen
+    variable = int(np.argmax([len(domain) for domain in search.structure.choices]))
+    states = np.arange(len(search.structure.choices[variable])) == seen.choices[variable]
+    search.branches = [*search.branches[0].parted(variable, states)]
+    search._at = search.branches[1]
+    cheapest = MakespanSearch._cheapest
+
+    def none(*args: Any) -> AdditiveSolution:
+        solved = cheapest(*args)
+        return solved._replace(solution=replace(solved.solution, assignment=None))
+
+    monkeypatch.setattr(MakespanSearch, "_cheapest", none)
+    search.run(2)
+    assert search.seen == [seen]
+    assert search.branches[1].in_vain > 0
 
 
 @pytest.mark.usefixtures("all_rounds")
