@@ -55,6 +55,8 @@ def choices(graph: Graph, seconds: Sequence[float]) -> list[Choice]:
 
     `seconds`: of each op, uncut, in any unit.
     """
+    if not graph.ops:
+        return []
     held = held_at(graph)
     ends = [b.stop - 1 for b in blocks(graph)]
     at = next(end for end in ends if end >= int(held.argmax()))
@@ -164,7 +166,7 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
         return graph, alone.run()
     best: tuple[Graph, Result] | None = None
     gain, failed = 0.0, list[InfeasibleError]()
-    enough = float(held_at(graph).max()) / excess
+    enough = float(held_at(graph).max(initial=0.0)) / excess
     for choice in choices(graph, seconds_of(graph, whole.cluster.devices)):
         if choice.nbytes > enough:
             continue

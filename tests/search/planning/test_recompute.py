@@ -48,6 +48,11 @@ def test_without_it_nothing_fits_and_the_message_names_it() -> None:
         planned(0.85)
 
 
+def test_a_function_without_ops_has_nothing_to_run_again() -> None:
+    with pytest.raises(hapsynth.InfeasibleError, match="no program fits"):
+        hapsynth.synthesize(lambda x: x, ARGS[1:], slow_cluster([1.0, 1.0]), memory_limit=16, recompute=True)
+
+
 def test_with_it_a_plan_fits_and_computes_the_same() -> None:
     plan = planned(0.85, recompute=True)
     assert plan.traced.graph.again is not None
