@@ -118,6 +118,8 @@ class CostModel:
         self._ideal: dict[Work, float] = {}
         self._cut_works: dict[tuple[int, int], tuple[Triples, CutWork]] = {}
         self._places: dict[tuple[int, ...], np.ndarray] = {}
+        # Of the cluster before, where this is a copy.
+        self.__dict__.pop("fastest", None)
 
     def on(
         self, cluster: Cluster, room: MemoryBudget | None = None, axes: Sequence[tuple[str, int]] | None = None

@@ -38,6 +38,9 @@ def test_tasks_of_one_graph_share_what_no_device_decides(graph: Graph) -> None:
     assert part.choices is whole.choices
     assert part.costs.n == 2
     assert part.memory_budget.limits == (1e6, 1e6)
+    # What devices decide is each task's own, even where it was asked for before.
+    assert whole.costs.fastest.tolist() == [True, False, False]
+    assert whole.on(cluster([1.0, 2.0])).costs.fastest.tolist() == [False, True]
     assert whole.options.memory_limit is None
     value = graph.inputs[0]
     fixed = whole.on(whole.cluster, restriction=Restriction({value: (R,)}))
