@@ -304,6 +304,8 @@ class MakespanSearch:
     def _solve(self, weights: Floats) -> None:
         """The program of the least weighted chains, and the bound that it is."""
         at = self._at
+        # A linear program's are of sum 1 within its tolerance, and a mean of chains bounds makespans only at 1.
+        weights = weights / weights.sum()
         # Where a program is beneath the bound it does not rise, and near weights need no more than that.
         beneath = at.bound if self._by_level else -np.inf
         solved = self._cheapest(self._chain_costs, self.chains, weights, beneath)

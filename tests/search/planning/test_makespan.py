@@ -109,6 +109,16 @@ def test_many_kinds_of_devices_each_have_a_weight() -> None:
     assert 0 < search.bound <= search.best.makespan_s * ROUNDING
 
 
+def test_a_bound_leans_on_no_tolerance_of_weights() -> None:
+    given, bounds = tiny("two uses", 1e8, 1.0), list[float]()
+    for excess in (1.0, 1.5):
+        search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
+        search._solve(search._best_weights() * excess)
+        bounds.append(search.bound)
+        assert search._best_weights().sum() == pytest.approx(1.0, rel=1e-12)
+    assert bounds[1] == pytest.approx(bounds[0], rel=1e-6)
+
+
 def test_a_branch_without_programs_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the solver finds none in a round, there are no weights at which programs limit the bound."""
     given = tiny("two uses", 1e8, 1.0)
