@@ -56,6 +56,14 @@ class Interned(tuple[_T, ...]):
 
 
 _NONE: Interned[Any] = Interned()
+_CUTS, _TOGETHER = 8, 2
+"""In which a value may be besides that in which it is made: of up to so many all sets are offered, of more, as these
+double with each, those of so many."""
+
+
+def cuts_together(count: int) -> int:
+    """In how many of some cuts at once a value is offered to be, made once for all its uses."""
+    return count if count <= _CUTS else _TOGETHER
 
 
 class _Touched(NamedTuple):
@@ -392,7 +400,7 @@ class ChoiceSpace:
         """The cuts in which a value may be besides that in which it is made."""
         (made,) = computed
         others = [(shard,) for shard in known.shards if shard != made]
-        for count in range(1, len(others) + 1):
+        for count in range(1, cuts_together(len(others)) + 1):
             for chosen in combinations(others, count):
                 if made.is_sharded:
                     yield AvailableLayouts(computed, chosen)

@@ -30,7 +30,7 @@ from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import MOVES, PRICES, PriceOfRounds, Shares, even_fractions
 from hapsynth.search.cost.share_range import ShareRange
 from hapsynth.search.cost.work import Work
-from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned
+from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, cuts_together
 from hapsynth.search.formulation.conversions import Conversions, Hop, LayoutSet
 from hapsynth.search.formulation.share_nodes import ShareNodes
 from hapsynth.search.formulation.ways import BuilderOfWays, ChoicesInWays
@@ -132,7 +132,7 @@ class RangeChoices(ChoicesInWays):
             ranges.setdefault(shard.dim, []).append((shard,))
         again = [(layout,) for layout in ranges.pop(made.dim, []) if layout != computed] if made.is_sharded else []
         others: list[tuple[Layout, ...]] = [(layout,) for every in ranges.values() for layout in every]
-        for count in range(2, len(ranges) + 1):
+        for count in range(2, cuts_together(len(ranges)) + 1):
             others += [tuple(layout for d in dims for layout in ranges[d]) for dims in combinations(ranges, count)]
         for mine, more in product([(), *again], [(), *others]):
             if mine or more:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import strategies
@@ -122,3 +124,20 @@ def test_a_problem_numbers_its_arrays() -> None:
     (gu, gv, one), (hu, hv, two) = shared.edges
     assert gu == gv == hu != hv
     assert one == two
+
+
+@pytest.mark.parametrize(("rank", "most"), [(9, 8), (14, 2)])
+def test_of_many_dimensions_few_are_cut_together(rank: int, most: int) -> None:
+    """All sets of 14 would be 100,000 states of a value used twice."""
+
+    def used_twice(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jnp.sin(x)
+        return 2 * y, y.sum()
+
+    task = Task(trace(used_twice, (SHAPE(*[2] * rank),)).graph, cluster([2.0, 1.0]))
+    options = [option for domain in task.choices.choices for option in domain.options]
+    cut = [option for option in options if option.computed[0].is_sharded]
+    assert max(len(option.targets) for option in cut) == most
+    # Each cut may be beside each other one.
+    assert len({(option.computed, target) for option in cut for target in option.targets}) >= rank * (rank - 1)
+    assert max(map(len, task.choices.choices)) < 3000
