@@ -285,11 +285,11 @@ def _shortage(options: argparse.Namespace, target: Target, cluster: Cluster, err
 
 def _replanned(options: argparse.Namespace, target: Target, on: Cluster) -> Plan:
     """The same on another cluster, without what is for its own plan alone: warnings, and a closer bound."""
-    requested: dict[str, Any] = {**asked(options), "joint_gap": None}
-    for said in (ClusterWarning, OverlapWarning):
-        warnings.simplefilter("ignore", said)
-    given, limit = dict(target.kwargs), options.memory_limit
-    return synthesize(target.fn, target.args, on, example_kwargs=given, memory_limit=limit, **requested)
+    requested: dict[str, Any] = {**asked(options), "joint_gap": None, "memory_limit": options.memory_limit}
+    with warnings.catch_warnings():
+        for said in (ClusterWarning, OverlapWarning):
+            warnings.simplefilter("ignore", said)
+        return synthesize(target.fn, target.args, on, example_kwargs=dict(target.kwargs), **requested)
 
 
 def _compare(options: argparse.Namespace, session: _Session) -> int:
