@@ -361,8 +361,8 @@ def _signals() -> Generator[list[int]]:
     before: dict[int, Any] = {}
     try:
         for number in _SIGNALS:
-            # What nohup has it ignore stays so.
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            # What nohup has it ignore stays so; a shell in which nobody types has what runs behind it ignore SIGINT.
+            if number != getattr(signal, "SIGHUP", None) or signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, lambda n, _: received.append(n))
         yield received
     finally:
