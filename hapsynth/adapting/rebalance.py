@@ -120,9 +120,10 @@ def propose(plan: P, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal
     fits = peak <= plan.memory_limit
     # All do what the first one's numbers say.
     sizes = agreed(plan.mesh, proposed if fits and all(gains(proposed, c) for c in models) else plan.sizes)
-    after = cost(program, sizes, costs)
-    new = plan if sizes.shares == plan.sizes.shares else resized(plan, sizes, costs, cluster)
-    return Proposal(new, before, after, tuple(slowdown.tolist()))
+    if sizes.shares == plan.sizes.shares:
+        return Proposal(plan, before, before, tuple(slowdown.tolist()))
+    new = resized(plan, sizes, costs, cluster)
+    return Proposal(new, before, new.cost, tuple(slowdown.tolist()))
 
 
 def _at_speeds(cluster: Cluster, devices: Sequence[int], slowdown: Floats, tolerance: float) -> Cluster:

@@ -202,7 +202,7 @@ def _agreed(mesh: Mesh, what: str, work: Callable[[], Any]) -> list[Any]:
         error = failed
         message = {"error": f"{what}: {failed.strerror}{at}; give a folder that can be, with room enough"}
     except Exception as failed:
-        # Of memory that is out, say, the others are to be told, which would wait.
+        # Whatever it is, such as memory that ran out: the other processes wait until they are told.
         if not mesh.is_multi_process:
             raise
         message, error = {"error": f"{what}: {type(failed).__name__}: {failed}"}, failed

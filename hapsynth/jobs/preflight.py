@@ -63,10 +63,10 @@ def check_mesh(mesh: Any) -> None:
 def before_call(plan: Planned, arguments: Sequence[Any], donate: bool) -> None:
     """Called by a plan before each run: checks its job before the first one. Does nothing within one process.
 
-    `arguments`: as they are stored; `donate`: whether the call consumes carried state, as what is compiled for that is
-    another program. A plan in fused form whose collectives differ, as compiled, runs staged from now
-    on, unless that form was asked for. Raises PreflightError where the processes do not fit together, JobError where
-    they do not find each other; the process ends where another one died, stalls or never comes.
+    `arguments`: as they are stored; `donate`: whether the call consumes carried state, for which another program is
+    compiled. A plan in fused form whose collectives differ, as compiled, runs staged from now on, unless that form was
+    asked for. Raises PreflightError where the processes do not fit together, JobError where they do not find each
+    other; the process ends where another one died, stalls or never comes.
     """
     if plan.mesh is None or not plan.mesh.is_multi_process:
         return

@@ -27,8 +27,8 @@ def bear_silence(port: int, seconds: float) -> None:
     with suppress(OSError):
         names = os.listdir(_OPEN)
     for name in names:
-        # Others may open and close files meanwhile; a copy remains what it was. Of what is no socket there is none: as
-        # any descriptor of a file is closed, all locks on it that the process has are gone.
+        # Other threads may open and close files meanwhile; a copy remains what it was. Only sockets are copied: closing
+        # any descriptor of a file releases all POSIX locks that the process has on it.
         with suppress(OSError), ExitStack() as stack:
             if not os.readlink(_OPEN / name).startswith("socket:"):
                 continue

@@ -65,10 +65,10 @@ class JointPlanner:
         ranked = sorted(called, key=lambda n: -self.weights[n] * self.alone[n].cost_s)
         everyone = tuple(range(self.cluster.n))
         known = {n: r.bounds or {everyone: r.joint_lower_bound_s} for n, r in self.alone.items()}
-        everywhere = dict.fromkeys(devices for bounds in known.values() for devices in bounds)
-        # On devices that the search for a function passed over it takes no less than on the best for it.
-        bound = lambda n, devices: known[n].get(devices, min(known[n].values()))
-        self._bounds = {s: sum(self.weights[n] * bound(n, s) for n in called) for s in everywhere}
+        subsets = dict.fromkeys(devices for bounds in known.values() for devices in bounds)
+        # On a subset that the search for a function passed over it takes no less than on the best subset for it.
+        bound = lambda n, subset: known[n].get(subset, min(known[n].values()))
+        self._bounds = {s: sum(self.weights[n] * bound(n, s) for n in called) for s in subsets}
         self._weighing = Weighing(self.state, tasks, self.weights, self.fixed)
         under = (partial(self._under, first, ranked) for first in ranked)
         attempts: list[Callable[[], dict[str, Result] | None]] = list(under)

@@ -22,6 +22,8 @@ from hapsynth.instructions.rules.registry import apart, bind, identity, no_flops
 _INT32 = jnp.iinfo(jnp.int32)
 _MODES = (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
 _PART = "part of the dimension is taken, from a start that is known at run time only"
+_IN_ANY_ORDER = {"indices_are_sorted": False, "unique_indices": False}
+"""Parameters where indices are not those that the function was promised to have."""
 
 
 # ---- what gather and scatter share
@@ -118,7 +120,7 @@ def _gather_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
         if params["mode"] == Mode.FILL_OR_DROP:
             place = jnp.where(wanted == nearest, place, cut.share)
         index = _with_component(index, column, place)
-    params |= {"indices_are_sorted": False, "unique_indices": False}
+    params |= _IN_ANY_ORDER
     (out,) = bind(op.primitive, [x, index], params)
     mine = jnp.expand_dims(mine, tuple(op.params["dimension_numbers"].offset_dims))
     nothing = jnp.asarray(identity(reduction_of(local.result_layout(0)), out.dtype), out.dtype)
@@ -174,10 +176,9 @@ def _scatter_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     """Drop the updates that fall outside [offset, offset + share)."""
     op, served = local.op, _served(local)
     if not served:
-        # On padded shards what lies behind goes where some other update does.
+        # Behind the end of a padded shard indices are 0, as others may be too.
         padded = any(cut.held is not None for cut in local.cuts.values())
-        anywhere = {"indices_are_sorted": False, "unique_indices": False} if padded else {}
-        return bind(op.primitive, operands, {**op.params, **anywhere})
+        return bind(op.primitive, operands, op.params | _IN_ANY_ORDER if padded else op.params)
     x, index, updates = operands[0], _as_int32(operands[1]), operands[2]
     if op.params["mode"] == Mode.CLIP:
         # Clip where the whole operand would; the shard itself must drop.
@@ -188,7 +189,7 @@ def _scatter_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
         place = wanted - cut.offset()
         mine = (wanted >= 0) & (place >= 0) & (place < cut.end)
         index = _with_component(index, column, jnp.where(mine, place, cut.share))
-    params = {**op.params, "mode": Mode.FILL_OR_DROP, "indices_are_sorted": False, "unique_indices": False}
+    params = {**op.params, **_IN_ANY_ORDER, "mode": Mode.FILL_OR_DROP}
     if prod(index.shape[:-1]) == 1:
         x = apart(x)
     return bind(op.primitive, [x, index, updates], params)

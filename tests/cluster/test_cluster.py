@@ -9,6 +9,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -187,9 +188,9 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_figures_of_numpy_are_saved(tmp_path: Path) -> None:
-    number = np.float64
-    flops = {"float32": number(1e13)}
-    kind = DeviceKind("card", flops, number(1e11), np.int64(1 << 30), overhead=number(1e-6))  # type: ignore[arg-type]
+    number: Any = np.float64
+    memory: Any = np.int64(1 << 30)
+    kind = DeviceKind("card", {"float32": number(1e13)}, number(1e11), memory, overhead=number(1e-6))
     cluster = Cluster("c", (kind,) * 2, (0, 1), Link(number(1e9), number(2e-5)))
     assert {type(rate) for rate in kind.flops.values()} == {float}
     cluster.save(tmp_path / "c.toml")
