@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -238,6 +238,8 @@ class _OverlappedSubsets:
                 look = self._attempt(lambda devices=devices: self._look(devices, self._planner(devices)))
                 looks += [look] if look else []
         if not np.isfinite(min(looks).makespan_s):
+            looks = [looks[0], *self._squeezed(looks[1:])]
+        if not np.isfinite(min(looks).makespan_s):
             # No set fits. What is told is what all devices lack, not the first in order.
             whole.clock.interrupted |= self._interrupted
             return whole.conclude(self.bar)
@@ -278,10 +280,26 @@ class _OverlappedSubsets:
             self._interrupted = True
             return None
 
+    def _squeezed(self, looks: Sequence[_Look]) -> list[_Look]:
+        """Looks that found nothing that fits; of the first set on which a program is found that does, that one."""
+        found = list(looks)
+        for n, look in enumerate(looks):
+            if not self._late(looks) and all(np.isinf(each.makespan_s) for each in found):
+                found[n] = self._attempt(partial(self._shrunk, look)) or look
+        return found
+
+    def _shrunk(self, look: _Look) -> _Look:
+        look.planner.shrink()
+        return self._makespans(look.devices, look.planner)
+
     def _look(self, devices: Devices, planner: Planner) -> _Look:
-        """A first look, whose makespans take a part of the time that is left."""
+        """A first look."""
         if not np.isfinite(planner.explore()) and planner is self.whole:
             planner.shrink()
+        return self._makespans(devices, planner)
+
+    def _makespans(self, devices: Devices, planner: Planner) -> _Look:
+        """They take a part of the time that is left."""
         with planner.clock.within(_LOOKING):
             return _Look(planner.explore_makespans(), devices, planner)
 

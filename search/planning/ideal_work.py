@@ -3,20 +3,52 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.granularity import Granularity
 from hapsynth.search.cost.device_speed import DeviceFigures, Floats
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.roofline import Roofline
+from hapsynth.search.cost.share_range import Mask
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import ChoiceSpace
 
 _SAFETY = 1e-6
 """Relative: the linear program's tolerances."""
+
+
+class Works(NamedTuple):
+    """A graph's ops, those that are alike as one: what each takes at least, how often it runs, and whether it can be
+    cut or have an owner."""
+
+    each: list[Work]
+    runs: Floats
+    cut: Mask
+
+    @classmethod
+    def of(cls, structure: ChoiceSpace, costs: CostModel) -> Works:
+        graph, number = structure.graph, dict[object, int]()
+        # On some set of devices one may run it alone.
+        owned = {op for group in costs.together.groups for op in group.ops}
+        runs: list[float] = []
+        works: list[Work] = []
+        cut: list[bool] = []
+        for op in graph.ops:
+            key = (costs.kind(op.index), structure.triples[op.index], op.index in owned)
+            if key not in number:
+                number[key] = len(works)
+                runs.append(0.0)
+                found = [costs.work(op.index, triples) for triples in structure.triples[op.index]]
+                # By the kind that counts it the least, and whatever divides it.
+                works.append(found[0]._replace(flops=(min(found[0].flops),), lanes=()))
+                cut.append(op.index in owned or any(w.divided for w in found))
+            runs[number[key]] += graph.runs[op.region]
+        return cls(works, np.array(runs), np.array(cut, bool))
 
 
 class IdealWorkBound:
@@ -28,32 +60,25 @@ class IdealWorkBound:
     """
 
     def __init__(self, structure: ChoiceSpace, costs: CostModel) -> None:
-        graph, number = structure.graph, dict[object, int]()
-        # On some set of devices one may run it alone.
-        owned = {op for group in costs.together.groups for op in group.ops}
-        runs: list[float] = []
-        self.works: list[Work] = []
-        cut: list[bool] = []
-        for op in graph.ops:
-            key = (costs.kind(op.index), structure.triples[op.index], op.index in owned)
-            if key not in number:
-                number[key] = len(self.works)
-                runs.append(0.0)
-                found = [costs.work(op.index, triples) for triples in structure.triples[op.index]]
-                # By the kind that counts it the least, and whatever divides it.
-                self.works.append(found[0]._replace(flops=(min(found[0].flops),), lanes=()))
-                cut.append(op.index in owned or any(w.divided for w in found))
-            runs[number[key]] += graph.runs[op.region]
-        self.runs, self.cut = np.array(runs), np.array(cut, bool)
+        self.structure, self.costs = structure, costs
+        self._known: dict[tuple[Granularity, ...], Works] = {}
+
+    def works(self, cluster: Cluster, figures: DeviceFigures) -> Works:
+        """As some devices, of these figures, count them: fewer kinds may launch fewer kernels."""
+        if figures.granularities not in self._known:
+            self._known[figures.granularities] = Works.of(self.structure, self.costs.on(cluster))
+        return self._known[figures.granularities]
 
     def on(self, cluster: Cluster) -> float:
         """Seconds per step."""
-        if not self.works:
-            return 0.0
         counts = Counter(cluster.devices)
-        roofline = Roofline(DeviceFigures(list(counts)), self.works)
+        figures = DeviceFigures(list(counts))
+        works = self.works(cluster, figures)
+        if not works.each:
+            return 0.0
+        roofline = Roofline(figures, works.each)
         shared = roofline.least_shared(np.array(list(counts.values()), dtype=np.float64))
-        return float(self.runs @ np.where(self.cut, shared, roofline.least_alone().max(axis=1)))
+        return float(works.runs @ np.where(works.cut, shared, roofline.least_alone().max(axis=1)))
 
     def makespan_on(self, cluster: Cluster) -> float:
         """Seconds per step where devices compute at once, each at its own op."""
@@ -62,24 +87,27 @@ class IdealWorkBound:
     def weighted_on(self, cluster: Cluster) -> tuple[float, Floats]:
         """As `makespan_on`, and the weights of the kinds [kinds] that show it: no step is shorter than a weighted mean
         of its devices' times, and a linear program finds the greatest."""
-        if not self.works:
-            kinds = len(cluster.kinds)
-            return 0.0, np.full(kinds, 1.0 / kinds)
         counts = Counter(cluster.devices)
-        alone = Roofline(DeviceFigures(list(counts)), self.works).least_alone() * self.runs[:, None]
-        number, kinds = np.array(list(counts.values()), dtype=np.float64), len(counts)
+        kinds, figures = len(counts), DeviceFigures(list(counts))
+        works = self.works(cluster, figures)
+        if not works.each:
+            return 0.0, np.full(kinds, 1.0 / kinds)
+        alone = Roofline(figures, works.each).least_alone() * works.runs[:, None]
+        number = np.array(list(counts.values()), dtype=np.float64)
         unit = float(alone.max()) or 1.0
         # Maximize the sum of least[work] <= weight[kind] / devices * alone, the weights being 1 together.
-        cut = np.flatnonzero(self.cut)
+        cut = np.flatnonzero(works.cut)
         rows = np.arange(cut.size * kinds)
         columns = np.concatenate([kinds + rows // kinds, rows % kinds])
         values = np.concatenate([np.ones(rows.size), (-alone[cut] / unit / number).ravel()])
         found = linprog(
-            -np.concatenate([alone[~self.cut].sum(axis=0) / unit, np.ones(cut.size)]),
+            -np.concatenate([alone[~works.cut].sum(axis=0) / unit, np.ones(cut.size)]),
             A_ub=coo_array((values, (np.tile(rows, 2), columns)), shape=(rows.size, kinds + cut.size)),
             b_ub=np.zeros(rows.size),
             A_eq=np.concatenate([np.ones(kinds), np.zeros(cut.size)])[None],
             b_eq=np.ones(1),
             method="highs",
         )
-        return -float(found.fun) * unit * (1 - _SAFETY), np.maximum(found.x[:kinds], 0.0)
+        weights = np.maximum(found.x[:kinds], 0.0)
+        # They sum to 1 within the solver's tolerance.
+        return -float(found.fun) * unit * (1 - _SAFETY), weights / weights.sum()

@@ -25,11 +25,16 @@ _SEARCHING = 0.8
 
 
 def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> MakespanSearch | None:
-    """The first rounds from the best program of the search by sums, whose own ratios are given; None where it has no
-    choices of its own."""
-    if best.choices is None:
+    """The first rounds from the best program of the search by sums, whose own ratios are given; None where none that
+    fits is found at these."""
+    choices = best.choices
+    if choices is None:
+        # It was found by other choices, before one that does not fit showed that memory is short.
+        again = search.best(ratios, None, TOLERANCE, certain=True).candidate
+        choices = None if again is None else again.choices
+    if choices is None:
         return None
-    found = MakespanSearch(search, ratios, best.choices)
+    found = MakespanSearch(search, ratios, choices)
     found.run(_FIRST_ROUNDS)
     return found
 

@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 from strategies import gpus, hosts
 
 import hapsynth
-from hapsynth.cluster.cluster import Cluster, ClusterError
+from hapsynth.cluster.cluster import Cluster, ClusterError, DeviceKind, Link
 from hapsynth.cluster.curves import Curve
+from hapsynth.cluster.granularity import Granularity
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.plan import Plan, PlanError
@@ -97,6 +98,26 @@ def test_the_least_work_is_a_bound(cluster: Cluster) -> None:
     assert 0 < least <= joint
     if cluster.n == 1:
         assert least == pytest.approx(Planner(task).run().cost_s, rel=0.05), "nothing is communicated"
+
+
+def test_fewer_kinds_launch_fewer_kernels() -> None:
+    """A kind of which nothing is known writes one result with each kernel, others many: a set without it is bounded by
+    what its own devices launch."""
+    kind = lambda n: DeviceKind(f"x{n}", {"float32": 1e13}, 5e11, 1 << 34, granularity=Granularity(outputs=n))
+    many, one = kind(96), kind(1)
+    cluster = Cluster("test", (many, many, one, one), (0, 1, 2, 3), Link(1e10, 1e-6))
+
+    def momentum(p: jax.Array, m: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+        m = 0.9 * m + g
+        return p - 0.1 * m, m
+
+    task = Task(trace(momentum, (np.ones((8, 8), np.float32),) * 3).graph, cluster)
+    within = IdealWorkBound(task.choices, task.costs)
+    for devices in ((0, 1), (2, 3)):
+        subset = cluster.subset(devices)
+        alone = Task(task.graph, subset)
+        assert within.on(subset) == IdealWorkBound(alone.choices, alone.costs).on(subset)
+    assert within.makespan_on(cluster.subset((0, 1))) < within.makespan_on(cluster.subset((2, 3)))
 
 
 def test_a_bound_that_is_enough_ends_the_search() -> None:
@@ -313,6 +334,18 @@ def test_where_nothing_fits_all_devices_are_told_of() -> None:
     with_overlap, without = lacking(overlap=True), lacking(overlap=False)
     assert str(with_overlap) == str(without)
     assert (with_overlap.needs, with_overlap.excess) == (without.needs, without.excess)
+
+
+def test_with_overlap_too_a_set_is_made_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All devices never hold it, as one is tiny; others do once the least is sought."""
+    tiny = replace(UNLIKE.devices[1], name="tiny", memory=1 << 10)
+    cluster = replace(UNLIKE, devices=(*UNLIKE.devices[:3], tiny))
+    monkeypatch.setattr(Planner, "_explore", lambda self: None)
+    graph = trace(strategies.mlp, ARGS).graph
+    for overlap in (False, True):
+        result = ClusterPlanner(Task(graph, cluster, PlanningOptions(overlap=overlap))).run()
+        assert result.devices is not None
+        assert 3 not in result.devices
 
 
 def test_ctrl_c_in_the_plan_for_one_axis_ends_that_for_several(monkeypatch: pytest.MonkeyPatch) -> None:

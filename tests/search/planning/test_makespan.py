@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import graphs
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from slow_devices import first_devices, slow_cluster
 from thoroughness import THOROUGH
 
 import hapsynth
-from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.sizes import Sizes
@@ -98,6 +99,25 @@ def test_no_program_in_any_order_is_below_the_bound(name: str, bandwidth: float,
     assert least / ROUNDING <= search.best.makespan_s <= 1.2 * least
     ideal = IdealWorkBound(given.task.choices, given.task.costs)
     assert 0 < ideal.makespan_on(given.task.cluster) <= least
+
+
+@pytest.mark.parametrize("fn", [lambda x: x, lambda x: x * 2])
+def test_a_step_that_takes_no_time(fn: Callable[..., Any]) -> None:
+    kind = DeviceKind("quick", {"float32": 1e12}, 1e11, 1 << 30, overhead=0.0)
+    cluster = Cluster("c", (kind, replace(kind, name="half", bandwidth=5e10)), (0, 1), Link(1e9, 0.0))
+    plan = hapsynth.synthesize(fn, (jax.ShapeDtypeStruct((0, 8), jnp.float32),), cluster, overlap=True)
+    assert plan.lower_bound <= plan.cost < 1e-9
+
+
+def test_makespans_are_sought_once_memory_was_found_to_be_short() -> None:
+    """The best program is then of choices that are no longer searched."""
+    graph, unlike = trace(mlp_step, mlp_args()).graph, graphs.cluster([3.0, 1.0])
+    task = Task(graph, unlike, PlanningOptions(overlap=True))
+    planner = Planner(task)
+    planner.explore()
+    planner._search._spare()
+    assert np.isfinite(planner.explore_makespans())
+    assert planner.makespan_bound > 0
 
 
 def test_many_kinds_of_devices_each_have_a_weight() -> None:
@@ -263,7 +283,9 @@ def test_each_op_may_go_where_it_is_fast() -> None:
     cluster = replace(graphs.cluster([1.0, 1.0]), devices=(one, other))
     task = Task(trace(lambda x, w: (x @ x, jnp.sin(w)), (floats(512, 512), floats(2048, 512))).graph, cluster)
     ideal = IdealWorkBound(task.choices, task.costs)
-    alone = Roofline(DeviceFigures(list(cluster.devices)), ideal.works).least_alone() * ideal.runs[:, None]
+    figures = DeviceFigures(list(cluster.devices))
+    works = ideal.works(cluster, figures)
+    alone = Roofline(figures, works.each).least_alone() * works.runs[:, None]
     assert len(alone) == 2
     grid = np.linspace(0, 1, 201)
     least = min(
