@@ -193,8 +193,9 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
     if best[1].interrupted or gain < _NEXT_TO_NOTHING * best[1].cost_s:
         return best
     try:
-        look = max(_LEAST_LOOK_S, time.perf_counter() - began)
-        plain = ClusterPlanner(task(graph, min(left() or np.inf, look))).run()
+        seconds, look = left(), max(_LEAST_LOOK_S, time.perf_counter() - began)
+        # Without a budget no clock decides, so that all processes of a job find the same.
+        plain = ClusterPlanner(task(graph, None if seconds is None else min(seconds, look))).run()
     except (InfeasibleError, KeyboardInterrupt):
         return best
     return best if best[1].cost_s <= plain.cost_s else (graph, plain)

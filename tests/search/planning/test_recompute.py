@@ -21,6 +21,7 @@ from hapsynth.graph.trace import trace
 from hapsynth.running.plan_file import PlanError
 from hapsynth.search.analysis.fusion import materialized
 from hapsynth.search.analysis.liveness import Liveness
+from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.rematerialization import _Problem as Problem
 from hapsynth.search.planning.rematerialization import choices, held_at, seconds_of
 
@@ -46,6 +47,22 @@ def planned(fraction: float, **options: Any) -> hapsynth.Plan:
 def test_without_it_nothing_fits_and_the_message_names_it() -> None:
     with pytest.raises(hapsynth.InfeasibleError, match=r"a smaller batch would fit; recompute=True"):
         planned(0.85)
+
+
+def test_without_a_time_budget_no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a job, which plan each for itself, find the same."""
+    budgets: list[float | None] = []
+    run = ClusterPlanner.run
+
+    def noted(self: ClusterPlanner) -> Any:
+        budgets.append(self.task.options.time_budget_s)
+        return run(self)
+
+    monkeypatch.setattr(ClusterPlanner, "run", noted)
+    monkeypatch.setattr("hapsynth.search.planning.rematerialization._NEXT_TO_NOTHING", 0.0)
+    planned(0.85, recompute=True)
+    assert len(budgets) > 2
+    assert {*budgets} == {None}
 
 
 def test_a_function_without_ops_has_nothing_to_run_again() -> None:
