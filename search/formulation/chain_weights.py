@@ -18,6 +18,7 @@ from hapsynth.search.cost.model import Floats
 from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.chains import SENT, Chain, ChainSpace, Occupancy
 from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, RequiredLayouts
+from hapsynth.search.formulation.conversions import Conversions
 from hapsynth.search.formulation.deferral import SentAfter
 from hapsynth.search.formulation.problem_builder import NO_SIZES, ProblemBuilder
 from hapsynth.search.solver import Edge, Ints, Problem
@@ -71,7 +72,7 @@ class ChainCosts:
     @cached_property
     def sent_after(self) -> SentAfter:
         """What deferrable ops send after themselves."""
-        return SentAfter(self.space.deferral, self.builder, partial(self.steps, inside=False))
+        return SentAfter(self.space.deferral, self.builder, self.least_ways)
 
     @cached_property
     def deferred_seconds(self) -> dict[int, Floats]:
@@ -121,25 +122,18 @@ class ChainCosts:
                 found[n] = self.costs.times_on(self.devices, [(work, held)])[0]
         return found
 
-    def steps(self, value: int, inside: bool) -> Mapping[tuple[int, int], float]:
-        """Seconds that each single step takes of the link at least. `inside`: in a loop or branch; elsewhere it may be
-        one of a bundle, of which each pays the least per byte (`CostModel.least_in_bundle`)."""
-        ways, least = self.ways[value], self.builder.least_step_time
-        if inside:
-            return ways.single
-        layouts = ways.layouts.layouts
-        make = lambda: {(a, b): least(value, layouts[a], layouts[b], ways.axis(a, b)) for a, b in ways.single}
-        return self.builder.once(("least steps", ways), make)
+    def least_ways(self, value: int, inside: bool = False) -> Conversions:
+        """The ways between layouts that take the least of the link. `inside`: in a loop or branch; elsewhere a step may
+        be one of a bundle, of which each pays the least per byte (`CostModel.least_in_bundle`), and what is the
+        cheapest alone need not be in one."""
+        ways, least = self.ways[value], partial(self.builder.least_step_time, value)
+        return ways if inside else self.builder.once(("least ways", ways), lambda: Conversions(ways.layouts, least))
 
     def along(self, value: int, inside: bool) -> Floats:
         """Seconds of the cheapest way between layouts, where they count [layouts, layouts, columns]; `inside` as for
-        `steps`."""
-        ways = self.ways[value]
-
-        def make() -> Floats:
-            return self._counted(ways.along(self.steps(value, inside)))
-
-        return self.builder.once(("along", ways, inside), make)
+        `least_ways`."""
+        ways = self.least_ways(value, inside)
+        return self.builder.once(("along", ways), lambda: self._counted(ways.seconds))
 
     def offers(self, value: int, options: Interned[AvailableLayouts]) -> tuple[Floats, Ints, Floats]:
         """Of every option: seconds of its shared conversions [options, columns], the layouts there are then [options,
@@ -147,17 +141,17 @@ class ChainCosts:
         ways, inside = self.ways[value], self.graph.home[value] > 0
 
         def make() -> tuple[Floats, Ints, Floats]:
-            single, (_, tensors) = self.steps(value, inside), self.builder.offers(value, options)
+            least, (_, tensors) = self.least_ways(value, inside), self.builder.offers(value, options)
             before, total = np.zeros(tensors.shape), np.zeros(len(options))
             number = ways.layouts.number
             for n, option in enumerate(options):
-                seconds, hops = ways.reached(number[option.computed], [number[t] for t in option.targets])
-                total[n] = 0.0 if np.isfinite(seconds) else np.inf
-                so_far = {number[option.computed]: 0.0}
+                made = number[option.computed]
+                total[n], hops = least.reached(made, [number[t] for t in option.targets])
+                so_far = {made: 0.0}
                 for a, b, _ in hops:
-                    so_far[b] = so_far[a] + single[a, b]
-                    total[n] += single[a, b]
-                before[n] = [so_far[t] for t in tensors[n].tolist()]
+                    so_far[b] = so_far[a] + least.single[a, b]
+                # What lies on no cheapest way comes no sooner than by its own.
+                before[n] = [so_far.get(t, least.seconds[made, t]) for t in tensors[n].tolist()]
             return self._counted(total), tensors, self._counted(before)
 
         return self.builder.once(("chain offers", ways, options, inside), make)
@@ -322,8 +316,9 @@ class WeightedBuilder(ProblemBuilder):
         for name, rows in found.items():
             of_ops = {"ops": slice(kinds), "deferred": slice(None), "fed": slice(kinds)}
             streams = of_ops.get(name, slice(SENT + 1, None))
-            by_kind = rows[:, streams].reshape(len(rows), -1, kinds)
-            rows[:, streams] = chain_costs.on_streams(by_kind).reshape(len(rows), -1)
+            of_kinds = rows[:, streams]
+            by_kind = of_kinds.reshape(len(rows), of_kinds.shape[1] // kinds, kinds)
+            rows[:, streams] = chain_costs.on_streams(by_kind).reshape(of_kinds.shape)
         weights_of = {name: np.round(rows, 12) for name, rows in found.items()}
         self.op_weights, self.deferred_weights = weights_of["ops"], weights_of["deferred"]
         self.use_weights, self.shared_weights = weights_of["uses"], weights_of["shared"]

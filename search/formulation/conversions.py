@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import combinations, product
 
@@ -172,17 +172,6 @@ class Conversions:
             after = int(self._next[at, end])
             found.append((layouts[at], layouts[after], self._axis[at, after]))
             at = after
-        return found
-
-    def along(self, single: Mapping[tuple[int, int], float]) -> Floats:
-        """float64 [layouts, layouts]: the seconds of each cheapest way, given those of each step."""
-        found = np.where(np.isfinite(self.seconds), 0.0, np.inf)
-        for i, j in np.argwhere(np.isfinite(self.seconds)).tolist():
-            at = i
-            while at != j:
-                after = int(self._next[at, j])
-                found[i, j] += single[at, after]
-                at = after
         return found
 
     def axis(self, before: int, after: int) -> int:

@@ -9,7 +9,7 @@ at a least cost, the shortest path over layouts and triples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from hapsynth.instructions.factors import Triples
 from hapsynth.search.analysis.reachability import Mask, Reachability
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Use
+from hapsynth.search.formulation.conversions import Conversions
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.solver import Ints
 
@@ -111,17 +112,17 @@ class Deferral:
 
 
 class SentAfter:
-    """What deferrable ops send after themselves, as the choices of a plain `builder` come to. `steps`: of a value, the
-    seconds that each single step of its conversions takes at least."""
+    """What deferrable ops send after themselves, as the choices of a plain `builder` come to. `least_ways`: of a value,
+    the ways between its layouts that take the least."""
 
     def __init__(
         self,
         deferral: Deferral,
         builder: ProblemBuilder,
-        steps: Callable[[int], Mapping[tuple[int, int], float]],
+        least_ways: Callable[[int], Conversions],
     ) -> None:
         self.deferral, self.structure = deferral, deferral.structure
-        self.builder, self.steps = builder, steps
+        self.builder, self.least_ways = builder, least_ways
         self.ways = [builder.conversions(value) for value in range(len(self.structure.graph.values))]
         self.plain = builder.plain_outputs()
         self._uses: dict[int, list[Use]] = {}
@@ -137,7 +138,7 @@ class SentAfter:
         if use is not None:
             number = self.ways[use.value].layouts.number
             made = self._made(use.value, self.structure.triples[deferrable.op], 0)
-            return self._sent(use.value)[made][:, [number[layout] for layout in use.needs.layouts]]
+            return self.least_ways(use.value).seconds[made][:, [number[layout] for layout in use.needs.layouts]]
         from_layouts: dict[int, Floats] = {}
         for value in sorted(mine, key=lambda v: graph.producer[v], reverse=True):
             from_layouts[value] = self._from_layouts(value, mine, from_layouts, waited_for)
@@ -146,7 +147,7 @@ class SentAfter:
     def _from_layouts(self, value: int, mine: set[int], known: dict[int, Floats], waited_for: Mask | None) -> Floats:
         """At least, for a value made in each of its layouts [layouts]: for the use for which that is the most, of those
         of some ops (`waited_for`)."""
-        to = self._sent(value)
+        to = self.least_ways(value).seconds
         number = self.ways[value].layouts.number
         found = np.zeros(len(to))
         for use in self._uses.get(value, ()):
@@ -177,18 +178,3 @@ class SentAfter:
         layouts = self.ways[value].layouts
         make = lambda: np.array([layouts.number[tuple(t.results[position] for t in ts)] for ts in triples])
         return self.builder.once(("made", layouts, triples, position), make)
-
-    def _sent(self, value: int) -> Floats:
-        """Seconds from one layout of a value to another at least [layouts, layouts]."""
-        ways = self.ways[value]
-
-        def make() -> Floats:
-            count = len(ways.layouts.layouts)
-            found = np.where(np.eye(count, dtype=bool), 0.0, np.inf)
-            for (a, b), seconds in self.steps(value).items():
-                found[a, b] = seconds
-            for k in range(count):
-                np.minimum(found, found[:, k, None] + found[None, k, :], out=found)
-            return found
-
-        return self.builder.once(("sent at least", ways), make)

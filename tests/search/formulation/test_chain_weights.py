@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 
+import graphs
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from assignments import CASES, Space, case, programs, random_chain
+from assignments import CASES, Space, case, programs, random_chain, space
 
+from hapsynth.instructions.layout import P, S
 from hapsynth.search.formulation.chain_weights import WeightedBuilder
 from hapsynth.search.formulation.chains import Chain, Occupancy
 from hapsynth.search.solver import Ints, solve
@@ -22,6 +26,22 @@ def given(request: pytest.FixtureRequest) -> Space:
 
 def weighed(given: Space, chains: list[Chain], weights: np.ndarray, choices: Ints) -> float:
     return WeightedBuilder(given.costs, chains, weights).problem().cost(choices)
+
+
+def test_conversions_take_the_ways_that_take_the_least_of_the_link() -> None:
+    """Alone a gradient is reduced whole and sliced, as a tree has fewer messages; among others it is scattered."""
+    floats = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    many = graphs.cluster([1.0] * 32, bandwidth=12.5e9, latency=20e-6)
+    args = [floats(1024, 1024)] * 4, floats(4096, 1024)
+    fn = lambda ws, x: ([w - x.T @ jnp.sin(x @ w) for w in ws], x)
+    given = space(fn, args, many, carry=[("[0]", "[0]")])
+    gradients = [op.results[0] for op in given.task.graph.ops if op.name == "dot_general"][1::2]
+    for value in gradients:
+        ways, least = given.costs.ways[value], given.costs.least_ways(value)
+        number = ways.layouts.number
+        partial, cut = number[P("sum"),], number[S(0),]
+        assert len(ways.path((P("sum"),), (S(0),)) or ()) == 2
+        assert least.seconds[partial, cut] == least.single[partial, cut] < ways.single[partial, cut]
 
 
 def lengths(given: Space, chains: list[Chain], taken: Occupancy) -> np.ndarray:

@@ -114,7 +114,8 @@ def test_chains_of_one_resource_are_what_it_does(given: Space) -> None:
         slower = [(1 - 1 / factor) * lengths[kinds] for factor in given.chains.resources.slowdowns]
         assert lengths[:kinds] == pytest.approx([a + b for a, b in zip(streams, slower, strict=True)], rel=1e-9)
         (of_link,) = lengths[kinds:]
-        assert (sent - saved - spared(costs, candidate)) / ROUNDING <= of_link <= sent * ROUNDING
+        # In a bundle another way may take less than that which is the cheapest alone.
+        assert 0.9 * (sent - saved - spared(costs, candidate)) <= of_link <= sent * ROUNDING
 
 
 def test_nothing_counts_twice_in_a_chain(given: Space) -> None:

@@ -65,7 +65,7 @@ def test_a_gradient_counts_itself_or_what_it_sends() -> None:
     sent = costs.sent_after.seconds(mine)[:, 0]
     partial = [ts[0].results[0].is_partial for ts in given.search.choices.triples[gradient]]
     (value,) = graph.ops[gradient].results
-    layouts, steps = costs.ways[value].layouts.layouts, costs.steps(value, inside=False)
+    layouts, steps = costs.ways[value].layouts.layouts, costs.least_ways(value).single
     # Sums over shares of the batch are reduced before they are squared; what is whole, or cut, stays as it is.
     reduced = min(seconds for (a, _), seconds in steps.items() if layouts[a][0].is_partial)
     assert sent.tolist() == [reduced if is_partial else 0.0 for is_partial in partial]
