@@ -263,7 +263,8 @@ class PriceOfMoves(Price):
     def least(self, link: AxisLink, nbytes: float, part: float) -> float:
         """Seconds, at least, where some position's share of `nbytes` becomes the greater or smaller by a part: it has
         that to send or to receive."""
-        return link.latency + self.blocks(link) * nbytes * part * link.beta
+        start, per_byte = link.permute
+        return start + self.blocks(link) * nbytes * part * per_byte
 
     def sent(self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares) -> Sent:
         assert isinstance(traffic, Moved)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, combinations, groupby, permutations, product
+from itertools import chain, combinations, groupby, product
 
 import numpy as np
 
@@ -331,17 +331,17 @@ class ConversionsWithMoves(Conversions):
         targets are made in whichever order is the best: what lies on a way is not there then, as it may be a target."""
         layouts = self.layouts.layouts
         together = [[*every] for _, every in groupby(targets, lambda target: layouts[target][0].dim)]
-        return min(self._made_in_order(source, order) for order in permutations(together))
+        made: dict[int, tuple[float, list[Hop]]] = {0: (0.0, [])}
+        for groups in range(1, 1 << len(together)):
+            last = [k for k in range(len(together)) if groups >> k & 1]
+            made[groups] = min(self._made_after(source, *made[groups ^ 1 << k], together[k]) for k in last)
+        return made[(1 << len(together)) - 1]
 
-    def _made_in_order(self, source: int, groups: Sequence[Sequence[int]]) -> tuple[float, list[Hop]]:
+    def _made_after(self, source: int, total: float, hops: list[Hop], group: Sequence[int]) -> tuple[float, list[Hop]]:
         seconds, _, _ = self._rows
-        there, total, hops = [source], 0.0, list[Hop]()
-        for group in groups:
-            ways = sorted(min((seconds[at][target], at, target) for at in there) for target in group)
-            total += ways[0][0]
-            there += [target for *_, target in ways]
-            hops += [(at, target, 0) for _, at, target in ways]
-        return total, hops
+        there = [source, *(target for _, target, _ in hops)]
+        ways = sorted(min((seconds[at][target], at, target) for at in there) for target in group)
+        return total + ways[0][0], [*hops, *((at, target, 0) for _, at, target in ways)]
 
     def moves_between(self, source: int, target: int) -> tuple[int, int] | None:
         """The layouts between which rows move on the way from one to another, if they do."""

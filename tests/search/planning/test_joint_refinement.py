@@ -6,7 +6,8 @@ import inspect
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from dataclasses import replace
+from itertools import pairwise, permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from thoroughness import THOROUGH
 import hapsynth
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
-from hapsynth.instructions.layout import Layout, R
+from hapsynth.instructions.layout import Layout, P, R
 from hapsynth.instructions.program.sizes import Classes, Node
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.cost.model import CostModel, Floats
@@ -341,12 +343,15 @@ def test_ranges_hold_what_works_take_at_their_shares(seed: int) -> None:
 def test_what_moves_is_at_least_what_the_largest_share_loses(units: tuple[list[int], list[int]]) -> None:
     hypothesis.assume(all(map(sum, units)))
     old, new = (np.array(u) / sum(u) for u in units)
-    link = model(random_graph(1, ops=1).graph, MIXED).links[0]
-    latency, rows = MOVES.between(old, new, link.latency, 1e6)
-    if latency:
-        assert MOVES.least(link, 1e6, abs(old.max() - new.max())) <= (latency + rows * link.beta) * (1 + 1e-9)
-    else:
-        assert np.allclose(old, new)
+    modelled = model(random_graph(1, ops=1).graph, MIXED).links[0]
+    measured = replace(modelled, curves={"reshare": Curve(((0.0, 1e-6), (1e6, 1e-5)))})
+    for link in (modelled, measured):
+        start, per_byte = link.permute
+        latency, rows = MOVES.between(old, new, start, 1e6)
+        if latency:
+            assert MOVES.least(link, 1e6, abs(old.max() - new.max())) <= (latency + rows * per_byte) * (1 + 1e-9)
+        else:
+            assert np.allclose(old, new)
 
 
 def test_no_way_is_shorter_for_going_in_small_steps() -> None:
@@ -371,6 +376,23 @@ def test_no_way_is_shorter_for_going_in_small_steps() -> None:
     assert ways.reached(first, [last, other]) == (131.0, [(first, last, 0), (last, other, 0)]) or ways.reached(
         first, [last, other]
     ) == (131.0, [(first, last, 0), (first, other, 0)])
+
+
+def test_targets_are_made_in_the_best_order() -> None:
+    layouts, rng = LayoutSet(1, tuple(range(5)), ("sum",)), np.random.default_rng(1)
+    ways = ConversionsWithMoves(layouts, lambda p, q, _: float(rng.integers(1, 100)), {})
+    source, *targets = [layouts.number[(p,)] for p in (P("sum"), *layouts.shards)]
+
+    def in_order(order: Sequence[int]) -> float:
+        there, total = [source], 0.0
+        for target in order:
+            total += min(ways.seconds[at, target] for at in there)
+            there.append(target)
+        return total
+
+    seconds, hops = ways.reached(source, targets)
+    assert seconds == min(map(in_order, permutations(targets)))
+    assert sorted(target for _, target, _ in hops) == sorted(targets)
 
 
 def test_a_gap_is_brought_down_as_asked() -> None:
