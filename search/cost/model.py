@@ -162,6 +162,11 @@ class CostModel:
             self._kinds_along[axes] = np.array([number.setdefault(row.tobytes(), len(number)) for row in rows])
         return self._kinds_along[axes]
 
+    @cached_property
+    def unlike_axes(self) -> frozenset[int]:
+        """The mesh axes along which kinds of devices differ."""
+        return frozenset(a for a in range(len(self.axes)) if self.kinds_along((a,)).any())
+
     def tiles_along(self, axes: tuple[int, ...]) -> Ints:
         """int [kinds of positions along some axes]: of the devices at one, the widest tile."""
         kinds = self.kinds_along(axes)
@@ -553,7 +558,7 @@ class CostModel:
 
     def conversion_kind(self, value: int) -> Hashable:
         """Values of one kind, and as large, are converted at the same cost."""
-        return value in self.together.values, value in self._turned
+        return value in self.together.values, self.graph.values[value].size if value in self._turned else 0
 
     def evenly(self, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
         """The least that the largest shard can be: an owner's is all."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from graphs import device
+from graphs import cluster, device
 from measured_ops import only, struct
 
 from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
 from hapsynth.cluster.curves import Curve
 from hapsynth.graph.trace import trace
+from hapsynth.instructions.layout import P
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.analysis.op_class import amount_of
@@ -21,6 +23,8 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.work import Work
+from hapsynth.search.formulation.choice_space import ChoiceSpace
+from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.task import Task
 
@@ -151,3 +155,21 @@ def test_a_line_of_memory_is_the_slowest_devices() -> None:
     plain = model(jnp.matmul, (struct(8, 8), struct(8, 8)), mixed())
     assert (wide.figures.line.tolist(), plain.figures.line.tolist()) == ([64.0, 256.0], [64.0, 64.0])
     assert only(jnp.matmul, struct(8, 8), struct(8, 8)).name == "dot_general"
+
+
+def test_what_is_as_many_bytes_in_fewer_elements_is_converted_at_a_cost_of_its_own() -> None:
+    """Of what transposes read, every element is a line of memory."""
+
+    def fn(a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (a @ b).T, (c @ d).T
+
+    floats = lambda *shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+    wide = floats(256, 64, dtype=jnp.float32), floats(64, 512, dtype=jnp.float32)
+    narrow = floats(512, 64, dtype=jnp.bfloat16), floats(64, 512, dtype=jnp.bfloat16)
+    graph = trace(fn, (*wide, *narrow)).graph
+    costs = CostModel(graph, cluster([1.0, 1.0]), FactorTable(graph))
+    one, other = (op.results[0] for op in graph.ops if op.name == "dot_general")
+    assert graph.values[one].nbytes == graph.values[other].nbytes
+    assert costs.turning(one, (P("sum"),), 0) != costs.turning(other, (P("sum"),), 0)
+    builder = ProblemBuilder(ChoiceSpace(graph, costs.table), costs, None)
+    assert builder.conversions(one) is not builder.conversions(other)
