@@ -8,7 +8,7 @@ another and do not depend on one another are one stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hapsynth.graph.ir import Graph
@@ -38,17 +38,18 @@ class Buffer(NamedTuple):
 
 
 def wires(
-    graph: Graph, program: Program, tensors: Sequence[Tensor], bundled_bytes: int
+    graph: Graph, program: Program, tensors: Sequence[Tensor], bundled_bytes: int, under_way: Mapping[int, int]
 ) -> tuple[list[tuple[int, int]], list[Buffer]]:
     """The lives of the tensors in points, (start, stop), and what is sent and received besides. `bundled_bytes`: as
-    `LoweringOptions` has them."""
+    `LoweringOptions` has them; `under_way`: as of `MemoryProfile`."""
     as_it_is = lambda step: _is_sent_as_it_is(graph, step, bundled_bytes)
     stages: dict[int, tuple[int, int]] = {}
     found: list[Buffer] = []
     for first, last in _stages(graph, program):
         for i in range(first, last + 1):
             stages[i] = first, last
-            found += _sent(graph, program, i, as_it_is, PHASES * (first + 1), PHASES * (last + 2) - 1)
+            end = PHASES * (max(last, under_way.get(i, last)) + 2) - 1
+            found += _sent(graph, program, i, as_it_is, PHASES * (first + 1), end, runs_on=i in under_way)
     spans: list[tuple[int, int]] = []
     for t in tensors:
         start, stop = PHASES * (t.start + 1), PHASES * (t.stop + 2)
@@ -86,9 +87,10 @@ def _is_sent_as_it_is(graph: Graph, step: Convert, bundled_bytes: int) -> bool:
 
 
 def _sent(
-    graph: Graph, program: Program, i: int, as_it_is: Callable[[Convert], bool], start: int, end: int
+    graph: Graph, program: Program, i: int, as_it_is: Callable[[Convert], bool], start: int, end: int, *, runs_on: bool
 ) -> Iterator[Buffer]:
-    """What a collective sends from point `start` on and what it gives, which is there at point `end` too."""
+    """What a collective sends from point `start` on and what it gives, which is there at point `end` too. `runs_on`: it
+    ends then, and sends until then."""
     step = program.instructions[i]
     assert isinstance(step, Convert)
     nbytes, n = float(graph.values[step.value].nbytes), program.axes[step.axis][1]
@@ -108,6 +110,6 @@ def _sent(
             yield made._replace(stop=end) if as_it_is(step) else made
             continue
         if wired.sent:
-            yield made._replace(nbytes=wired.sent * whole, stop=start + 2)
+            yield made._replace(nbytes=wired.sent * whole, stop=end if runs_on else start + 2)
         if wired.given:
             yield made._replace(nbytes=wired.given * whole, start=start + 1)

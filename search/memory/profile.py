@@ -8,8 +8,8 @@ place (donation); other inputs and constants live through the whole step. Fused 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -78,12 +78,14 @@ class MemoryProfile:
     """What a program holds at each point, at any sizes, as the room that there is counts it.
 
     The points of instruction i are `phases` * (i + 1) and the next few; those of -1 are before the first.
+    `under_way`: of collectives that run beside what follows them, the last instruction that begins before each ends.
     """
 
     graph: Graph
     program: Program
     classes: Classes
     costs: CostModel
+    under_way: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
     def room(self) -> MemoryBudget:
@@ -118,9 +120,16 @@ class MemoryProfile:
             for value, layout, start, stop in self.tensors
         ]
         if not self.room.exact:
-            return own
-        spans, sent = wires(self.graph, self.program, self.tensors, self.costs.lowering.bundled_bytes)
+            return [self._until_sent(b, t) for b, t in zip(own, self.tensors, strict=True)]
+        spans, sent = wires(self.graph, self.program, self.tensors, self.costs.lowering.bundled_bytes, self.under_way)
         return [b._replace(start=start, stop=stop) for b, (start, stop) in zip(own, spans, strict=True)] + sent
+
+    def _until_sent(self, buffer: Buffer, tensor: Tensor) -> Buffer:
+        """What a collective sends is there until it ends."""
+        last = self.under_way.get(tensor.stop, tensor.stop)
+        if last == tensor.stop or (tensor.value, tensor.layout) not in self.index.accesses[tensor.stop][0]:
+            return buffer
+        return buffer._replace(stop=self.phases * (last + 2))
 
     @cached_property
     def _whole_bytes(self) -> Floats:

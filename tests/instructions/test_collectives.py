@@ -165,7 +165,7 @@ def assert_the_same(name: str, lengths: tuple[int, ...], kind: str) -> None:
         assert isinstance(step, Convert)
         seconds, wire = conversion_cost(model, sizes, step)
         assert (seconds > 0, wire > 0) == (step.is_collective,) * 2 or step.collective.recuts
-    _, buffers = wires(graph, program, [], ALONE.bundled_bytes)
+    _, buffers = wires(graph, program, [], ALONE.bundled_bytes, {})
     assert all(0 < b.nbytes <= n * 4 * prod(SHAPE) for b in buffers)
     xs = [i + np.arange(prod(SHAPE), dtype=np.float32).reshape(SHAPE) for i in range(len(found))]
     for form in (lower, lower_staged):

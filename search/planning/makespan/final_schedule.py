@@ -22,7 +22,7 @@ from hapsynth.search.planning.makespan.search import PROMISING, MakespanSearch, 
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.scheduling.list_schedule import iterated, ordered, refined, schedule
-from hapsynth.search.scheduling.tasks import tasks_of
+from hapsynth.search.scheduling.tasks import Machine, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, simulate
 
 _TRIED, _NEARLY = 8, 1.01
@@ -59,7 +59,7 @@ class Tried(NamedTuple):
 
 def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:
     """The best program of the search by sums, in its own order."""
-    found = _timed(best.program, best.sizes, search)
+    found = _timed(best.program, best.sizes, search) or _timed(best.program, best.sizes, search, runs_on=False)
     assert found is not None
     return found
 
@@ -123,12 +123,29 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Tried | None:
     return overlapped and Tried(known, candidate.program, None, overlapped)
 
 
-def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, bound: float = 0.0) -> Overlapped | None:
-    """A program in its own order; None where it holds too much."""
+def _timed(
+    program: Program, sizes: Sizes, search: FixedRatioSearch, bound: float = 0.0, *, runs_on: bool = True
+) -> Overlapped | None:
+    """A program in its own order; None where it holds too much. `runs_on`: with what collectives hold while others are
+    computed."""
     costs = search.task.costs
-    memory = MemoryProfile(costs.graph, program, sizes.classes, costs)
-    if memory.peak(sizes) > search.limit:
-        return None
     tasks = tasks_of(program, sizes, costs)
     timeline = simulate(tasks, range(len(tasks.machine)))
+    under_way = under_way_in(timeline) if runs_on else {}
+    memory = MemoryProfile(costs.graph, program, sizes.classes, costs, under_way)
+    if memory.peak(sizes) > search.limit:
+        return None
     return Overlapped(program, sizes, timeline, memory.peaks(sizes), bound, clocks(timeline, costs))
+
+
+def under_way_in(timeline: Timeline) -> dict[int, int]:
+    """As of `MemoryProfile`."""
+    tasks = timeline.tasks
+    last = np.array([max(places, default=-1) for places in tasks.instructions])
+    found: dict[int, int] = {}
+    for task, machine in enumerate(tasks.machine):
+        if machine is Machine.LINK:
+            begun = (timeline.start < timeline.end[task]).any(axis=1)
+            until = int(last[begun].max())
+            found |= {place: until for place in tasks.instructions[task] if until > place}
+    return found

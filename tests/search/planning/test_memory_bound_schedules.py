@@ -16,7 +16,8 @@ from slow_devices import SPEEDS, thin_cluster
 import hapsynth
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, Program
-from hapsynth.search.memory.profile import peak
+from hapsynth.search.memory.profile import MemoryProfile, peak
+from hapsynth.search.planning.makespan.final_schedule import under_way_in
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.scheduling.timeline import Timeline, simulate, step_seconds
 
@@ -54,6 +55,29 @@ def test_less_is_held_the_more_tensors_stay_in_order() -> None:
         held.append(peak(program, plan.sizes, costs))
     assert held == sorted(held, reverse=True)
     assert held[0] > held[-1] == peak(plan.program, plan.sizes, costs)
+
+
+def test_what_is_sent_is_held_until_it_has_arrived() -> None:
+    """Sums of gradients that go beside the rest of the backward pass; where they do not fit so, they wait."""
+
+    def step(ws: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        loss = lambda ws: (forward(ws, x) ** 2).mean()
+        return [w - 0.1 * g for w, g in zip(ws, jax.grad(loss)(ws), strict=True)]
+
+    floats = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
+    cluster = thin_cluster(SPEEDS["equal"], bandwidth=1e8)
+    options = {"leave_out": False, "carry": [("[0]", "")], "fixed": {"[1]": "S(0)"}, "overlap": True}
+    later = 0
+    for limit in (4.2e6, 4e6):
+        plan = hapsynth.synthesize(
+            step, ([floats(512, 512)] * 4, floats(256, 512)), cluster, memory_limit=limit, **options
+        )
+        graph, costs = plan.traced.graph, plan.cost_model()
+        held = MemoryProfile(graph, plan.program, plan.sizes.classes, costs, under_way_in(plan.timeline))
+        assert held.peaks(plan.sizes) == plan.memory
+        assert max(plan.memory) <= limit
+        later += max(plan.memory) > peak(plan.program, plan.sizes, costs)
+    assert later
 
 
 def test_no_order_is_sought_once_time_has_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
