@@ -27,8 +27,8 @@ class LiveSet:
     made: tuple[int, ...]
     kept: frozenset[int]
     """Of those it reads, the ones that something else takes later."""
-    around: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Some bystanders -> two ops that take it, one that always runs before this one, one after."""
+    around: Mapping[int, tuple[int | None, int]] = field(default_factory=dict)
+    """Some bystanders -> two ops that take it, one that always runs before this one, if there is, and one after."""
 
 
 class Liveness:
@@ -99,13 +99,14 @@ class Liveness:
         loops = self.graph.around(self.graph.ops[op].region)[:-1]
         certain = lambda v: (before[v] and (late[v] or ending[v])) or any(self._spans_loop(v, loop) for loop in loops)
         live_through = tuple(v for v in found.live_through if certain(v))
-        around: dict[int, tuple[int, int]] = {}
+        around: dict[int, tuple[int | None, int]] = {}
         for v in live_through if not loops else ():
-            takers = [o for o, _ in self.graph.uses[v] if not is_fusible(self.graph.ops[o])]
-            earlier = [o for o in takers if any(before[r] for r in self.graph.ops[o].results)]
-            later = [o for o in takers if any(follows[r] for r in self.graph.ops[o].results)]
-            if earlier and later:
-                around[v] = earlier[-1], later[0]
+            takers = [self.graph.ops[o] for o, _ in self.graph.uses[v]]
+            # A fused chain takes it when it runs, which may be later.
+            earlier = [o.index for o in takers if not is_fusible(o) and any(before[r] for r in o.results)]
+            later = [o.index for o in takers if any(follows[r] for r in o.results)]
+            if later:
+                around[v] = earlier[-1] if earlier else None, later[0]
         kept = frozenset(v for v in found.read if late[v])
         self._certain[op] = LiveSet(op, live_through, found.read, found.made, kept, around)
         return self._certain[op]

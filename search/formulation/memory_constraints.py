@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -106,7 +107,7 @@ class MemoryConstraints:
         for value in alive.live_through:
             variable = st.value_variable[value]
             around = alive.around.get(value)
-            between = self._between(value, *around, added) if around else None
+            between = self._between(value, *around, added) if around and self.at_least else None
             if between is not None:
                 yield added, *between
                 added += 1
@@ -161,7 +162,7 @@ class MemoryConstraints:
         kinds: dict[tuple[float, ...], int] = {}
         of: list[int] = []
         for i, option in enumerate(made.options):
-            tensors = self.builder.offer(value, option).tensors
+            tensors = self._tensors(value, option)
             there = np.array([layout in tensors for layout in needs.layouts])
             own = held[:, i : i + 1]
             nbytes = np.where(there, np.maximum(own, copies), copies + (own if stays else 0.0))
@@ -172,62 +173,74 @@ class MemoryConstraints:
         ends.append((st.op_variable[alive.op], needs.groups, len(needs.layouts)))
         return every.transpose(1, 0, 2).reshape(every.shape[1], -1), self._ties(ends, variable)
 
-    def _between(self, value: int, before: int, after: int, variable: int) -> tuple[Floats, list[Edge]] | None:
-        """Bytes of a value between two ops that take it, by its choice and whether both need one large tensor of it,
-        which is held then; what ties them. None where they are those of its choice, or too many to count."""
+    def _between(self, value: int, before: int | None, after: int, variable: int) -> tuple[Floats, list[Edge]] | None:
+        """Bytes of a value that an op takes later, by its choice and what that needs; between two ops that take it, by
+        whether both need one large tensor of it, which is held then. And what ties them. None where they are those of
+        its choice, or too many to count."""
         st = self.structure
         made = st.choices[st.value_variable[value]]
-        first, second = self._needs(value, before), self._needs(value, after)
-        key = ("between", self.builder.conversions(value), made.options, first, second)
+        first, second = None if before is None else self._needs(value, before), self._needs(value, after)
+        key = ("between", self.builder.conversions(value), made.options, first, second, self._needed[value])
         known = self.builder.once(key, lambda: self._held_between(value, made.options, first, second))
         if known is None:
             return None
-        nbytes, kinds, *ties = known
+        nbytes, kinds, ties = known
         # What is alike is one array, by which the solver knows it.
         kind = self.builder.once((*key, made), lambda: kinds[made.option])
-        others = (st.value_variable[value], kind), (st.op_variable[before], first.groups)
-        others = *others, (st.op_variable[after], second.groups)
+        others = [(st.value_variable[value], kind), (st.op_variable[after], second.groups)]
+        if before is not None and first is not None:
+            others.append((st.op_variable[before], first.groups))
         tied = zip(others, ties, strict=True)
         return nbytes, [Edge(u, variable, groups, states, table) for (u, groups), (states, table) in tied]
 
     def _held_between(
-        self, value: int, options: Sequence[AvailableLayouts], first: RequiredLayouts, second: RequiredLayouts
-    ) -> tuple[Floats, Ints, _Tie, _Tie, _Tie] | None:
-        """Bytes of each state of a value between two ops that take it; the kind of each option; what ties the states
-        to that and to what the ops need.
+        self, value: int, options: Sequence[AvailableLayouts], first: RequiredLayouts | None, second: RequiredLayouts
+    ) -> tuple[Floats, Ints, list[_Tie]] | None:
+        """Bytes of each state of a value before the `second` op that takes it, after a `first` one if there is; the
+        kind of each option; what ties the states to that and to what the ops need, the second first.
 
         Options that are held alike have states together: the first op needs none of the large tensors; or one, and the
         second another layout; or both one. Where ratios may be any, one layout may be two tensors if it is cut."""
-        held, any_ratio = self._held(value, False), self.builder.ratios is None
-        kinds: dict[tuple[tuple[float, ...], tuple[Layout, ...]], int] = {}
+        any_ratio, before = self.builder.ratios is None, () if first is None else first.layouts
+        kinds: dict[tuple[tuple[tuple[float, ...], ...], tuple[Layout, ...]], int] = {}
         sizes: dict[Layout, Floats] = {}
         of: list[int] = []
-        for i, option in enumerate(options):
-            tensors = [t for t in self.builder.offer(value, option).tensors if t in first.layouts]
+        for option in options:
+            least = [self._least_until(value, option, needed) for needed in second.layouts]
+            tensors = [t for t in self.builder.offer(value, option).tensors if t in before]
             tensors = [t for t in tensors if not (any_ratio and any(p.is_cut for p in t))]
             sizes |= {t: self.tensor_bytes(value, t) for t in tensors if t not in sizes}
-            large = tuple(t for t in tensors if t in second.layouts and np.any(sizes[t] > held[:, i]))
-            of.append(kinds.setdefault((tuple(held[:, i].tolist()), large), len(kinds)))
+            until = dict(zip(second.layouts, least, strict=True))
+            large = tuple(t for t in tensors if t in until and np.any(sizes[t] > until[t]))
+            of.append(kinds.setdefault((tuple(tuple(held.tolist()) for held in least), large), len(kinds)))
         nbytes, states = list[Floats](), list[tuple[int, tuple[bool, ...], tuple[bool, ...]]]()
         for (least, large), kind in kinds.items():
-            without = np.array(least)
-            nbytes.append(without)
-            states.append((kind, tuple(t not in large for t in first.layouts), (True,) * len(second.layouts)))
-            for tensor in large:
-                begins, ends = (tuple(t == tensor for t in needs.layouts) for needs in (first, second))
-                # What is stored may have been read for the last time when it was brought to the other layout.
-                nbytes += [without, np.maximum(without, sizes[tensor])]
-                states += [(kind, begins, tuple(not end for end in ends)), (kind, begins, ends)]
+            for held in dict.fromkeys(least):
+                ends = tuple(each == held for each in least)
+                nbytes.append(np.array(held))
+                states.append((kind, tuple(t not in large for t in before), ends))
+                for tensor in large:
+                    begins = tuple(t == tensor for t in before)
+                    # What is stored may have been read for the last time when it was brought to the other layout.
+                    for same in (False, True):
+                        both = tuple(end and (t == tensor) == same for t, end in zip(second.layouts, ends, strict=True))
+                        if any(both):
+                            nbytes.append(np.maximum(held, sizes[tensor]) if same else np.array(held))
+                            states.append((kind, begins, both))
         if len(states) == len(kinds) or len(states) > _MOST_STATES:
             return None
         by_kind = np.array([kind for kind, *_ in states])
-        return (
-            np.stack(nbytes, axis=1),
-            np.array(of),
-            (by_kind, _forbidding(~np.eye(len(kinds), dtype=bool))),
-            _tie([begins for _, begins, _ in states]),
-            _tie([ends for *_, ends in states]),
-        )
+        ties = [(by_kind, _forbidding(~np.eye(len(kinds), dtype=bool))), _tie([ends for *_, ends in states])]
+        if first is not None:
+            ties.append(_tie([begins for _, begins, _ in states]))
+        return np.stack(nbytes, axis=1), np.array(of), ties
+
+    def _least_until(self, value: int, option: AvailableLayouts, needed: Layout) -> Floats:
+        """Bytes that are held of a value at least until an op needs it in a layout: of one of its tensors, or of what a
+        local step made of one if that layout follows from it."""
+        known, tensors = self.structure.layouts[value], self.builder.offer(value, option).tensors
+        follows = lambda t: t in tensors or known.free[known.number[t], known.number[needed]]
+        return np.min([self.tensor_bytes(value, t) for t in self._tensors(value, option) if follows(t)], axis=0)
 
     def _needs(self, value: int, op: int) -> RequiredLayouts:
         return self.structure.needs(op, next(i for i, v in self.graph.ops[op].value_operands if v == value))
@@ -249,7 +262,7 @@ class MemoryConstraints:
         def make() -> Floats:
             found: list[Floats] = []
             for a in choices.options:
-                tensors = self.builder.offer(value, a).tensors
+                tensors = self._tensors(value, a)
                 kept = [t for t in tensors if not (is_partial(t) and len(tensors) > 1)]
                 if used and kept:
                     found.append(np.sum([self.tensor_bytes(value, t) for t in kept], axis=0))
@@ -258,7 +271,26 @@ class MemoryConstraints:
                     found.append(np.min([self.tensor_bytes(value, t) for t in some], axis=0))
             return np.stack(found, axis=1)
 
-        return self.builder.once(("held", ways, choices.options, source, used), make)
+        needed = self._needed[value] if self.at_least else ()
+        return self.builder.once(("held", ways, choices.options, source, used, needed), make)
+
+    def _tensors(self, value: int, option: AvailableLayouts) -> tuple[Layout, ...]:
+        """The layouts that a value is held in under an option. At least: in those too that some op needs and a local
+        step makes, as a slice that the rest is freed after."""
+        tensors = self.builder.offer(value, option).tensors
+        if not self.at_least:
+            return tensors
+        known = self.structure.layouts[value]
+        free: npt.NDArray[np.bool_] = np.any(known.free[[known.number[t] for t in tensors]], axis=0)
+        return (*tensors, *(n for n in self._needed[value] if n not in tensors and free[known.number[n]]))
+
+    @cached_property
+    def _needed(self) -> Sequence[tuple[Layout, ...]]:
+        """Of each value the layouts that its uses ask for."""
+        found: list[dict[Layout, None]] = [{} for _ in self.graph.values]
+        for use in self.structure.uses:
+            found[use.value].update(dict.fromkeys(use.needs.layouts))
+        return [tuple(sorted(needed)) for needed in found]
 
     def _made_bytes(self, alive: LiveSet, choices: Domain) -> Floats:
         """Bytes that an op under each of its states writes, in the layouts that it makes."""
