@@ -8,7 +8,7 @@ result that lost the factor by a reduction is partial.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -167,16 +167,34 @@ class Factors:
         partial, as the owner alone has them. None where there is none: every device has scalars, typed keys and calls
         the host, and what is carried around loops and branches is what its body says."""
         op = self.op
-        if isinstance(op.primitive, Boundary) or op.name in _HOST_CALLBACKS:
+        if self.one_to_all is None:
             return None
         if not any((*op.result_shapes, *(shape for o, shape in zip(op.operands, op.shapes) if isinstance(o, int)))):
             return None
+        held = (R if isinstance(o, Literal) or not shape else S(0) for o, shape in zip(op.operands, op.shapes))
+        made = (S(0) if shape else p for shape, p in zip(op.result_shapes, self.one_to_all.results))
+        return Triple(tuple(held), tuple(made), self.whole)
+
+    @cached_property
+    def one_to_all(self) -> Triple | None:
+        """The triple of which the first device's result is everyone's: all run the op, what the others make counts as
+        nothing. None of what carries values around loops and branches, of calls of the host and of typed keys."""
+        op = self.op
+        if isinstance(op.primitive, Boundary) or op.name in _HOST_CALLBACKS:
+            return None
         if any(map(is_extended, (*op.dtypes, *op.result_dtypes))):
             return None
-        held = (R if isinstance(o, Literal) or not shape else S(0) for o, shape in zip(op.operands, op.shapes))
-        combined = lambda dtype: P("max" if dtype == np.bool_ else "sum")
-        made = (S(0) if shape else combined(dtype) for shape, dtype in zip(op.result_shapes, op.result_dtypes))
-        return Triple(tuple(held), tuple(made), self.whole)
+        results = tuple(P("max" if dtype == np.bool_ else "sum") for dtype in op.result_dtypes)
+        return Triple((R,) * len(op.operands), results)
+
+    def agreed(self, triples: Triples, axes: Collection[int]) -> Triples | None:
+        """The triples with none along `axes` by which each device runs the op for itself: `one_to_all` instead. None
+        where that does not go with the others."""
+        once, each = self.one_to_all, (R,) * len(self.op.result_shapes)
+        if once is None or not any(triples[a].results == each for a in axes):
+            return triples
+        found = tuple(once if a in axes and t.results == each else t for a, t in enumerate(triples))
+        return found if self._agree(found) else None
 
     def triple(self, factor: int) -> Triple:
         ins = [_cut(self.position(t, factor)) for t in self.operands]
@@ -214,10 +232,10 @@ class Factors:
     def joint(self, axes: int, owned: bool = False) -> tuple[Triples, ...]:
         """Every way of running the op that is searched on a mesh of that many axes: a triple per axis, a factor that
         several axes cut in each of their `orders`. The replicated one first. `owned`: those too in which it has an
-        owner along one."""
+        owner along one, or one device's result is everyone's."""
         key = axes, owned
         if key not in self._joint:
-            also = (self.owned,) if owned and self.owned is not None else ()
+            also = [t for t in (self.owned, self.one_to_all) if owned and t is not None]
             found = (p for chosen in product((*self.triples, *also), repeat=axes) for p in _orders(chosen))
             self._joint[key] = tuple(dict.fromkeys(filter(self._agree, found)))
         return self._joint[key]
@@ -270,7 +288,7 @@ class Factors:
 
     @cached_property
     def _alone(self) -> frozenset[Triple]:
-        return frozenset((*self.triples, *((self.owned,) if self.owned is not None else ())))
+        return frozenset((*self.triples, *(t for t in (self.owned, self.one_to_all) if t is not None)))
 
     @cached_property
     def _joint(self) -> dict[tuple[int, bool], tuple[Triples, ...]]:

@@ -174,6 +174,21 @@ class Rematerialized:
     ops: tuple[int, ...]
 
 
+def _selects(op: Op) -> list[int]:
+    """The positions of the operands that tell which elements an op reads or writes; of integers that are compared,
+    all."""
+    count, name = len(op.operands), op.name
+    if name == "gather" or name.startswith("scatter"):
+        return [1]
+    if name == "dynamic_slice":
+        return list(range(1, count))
+    if name == "dynamic_update_slice":
+        return list(range(2, count))
+    if name == "ragged_dot_general":
+        return [2]
+    return list(range(count)) if name in ("eq", "ne", "lt", "le", "gt", "ge") else []
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """Values are numbered in order of definition: inputs, constants, then results of ops."""
@@ -304,6 +319,30 @@ class Graph:
             if op.primitive in (LOOP_TEST, COND_JOIN) and op.operands[0] in inexact:
                 sensitive.setdefault(op.region, op.index)
         return frozenset(sensitive.values())
+
+    @cached_property
+    def selections(self) -> frozenset[int]:
+        """The ops that tell by floating-point values which elements are read or written: an `argmax` by which a table
+        is indexed, a router's `top_k`. Unlike devices round differently, and where each has a part of the table they
+        must not select differently. Found backwards from indices, sizes of groups, and integers that are compared, as
+        one-hot vectors are made. Not masks of floats, such as relu's: what they choose between meets where they
+        change."""
+        exact = [not _jax.is_inexact(v.dtype) for v in self.values]
+        found: set[int] = set()
+        seen: set[int] = set()
+        indices = ((p, v) for op in self.ops if (at := _selects(op)) for p, v in op.value_operands if p in at)
+        waiting = [v for _, v in indices if exact[v]]
+        while waiting:
+            value = waiting.pop()
+            if value in seen or value not in self.producer:
+                continue
+            seen.add(value)
+            op = self.ops[self.producer[value]]
+            read = [v for _, v in op.value_operands] + ([self.ties[op.index]] if op.index in self.ties else [])
+            waiting += (v for v in read if exact[v])
+            if not all(exact[v] for v in read) and not isinstance(op.primitive, Boundary):
+                found.add(op.index)
+        return frozenset(found)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -80,8 +80,8 @@ class Weighing:
     def _structure(self, name: str, task: Task) -> ChoiceSpace:
         """Of a function's task on some devices, in which a leaf may lie in every way in which some function would have
         it."""
-        owners = task.owners
-        key = name, len(task.costs.axes), tuple(owners.items())
+        owners, unlike = task.owners, task.costs.unlike_axes
+        key = name, len(task.costs.axes), tuple(owners.items()), unlike
         if key not in self._structures:
             cuttable: dict[int, frozenset[int]] = {}
             stored: dict[int, Layout] = {}
@@ -90,7 +90,9 @@ class Weighing:
                 if leaf in self.fixed:
                     stored[value] = self.fixed[leaf]
             restriction = Restriction(stored, cuttable=cuttable)
-            self._structures[key] = ChoiceSpace(task.graph, task.factors, restriction, key[1], owners=owners)
+            self._structures[key] = ChoiceSpace(
+                task.graph, task.factors, restriction, key[1], owners=owners, unlike=unlike
+            )
         return self._structures[key]
 
     def _dims(self, leaf: int) -> frozenset[int]:

@@ -251,9 +251,15 @@ def execute(local: Local, operands: Sequence[Any]) -> list[Any]:
         local = replace(local, triples=triples, cuts={k: cut for k, cut in local.cuts.items() if k != f.whole})
     entry = entry_of(op)
     if entry is not None and entry.local is not None:
-        return entry.local(local, operands)
-    params = entry.params(local) if entry is not None and entry.params is not None else op.params
-    return bind(op.primitive, operands, params)
+        results = entry.local(local, operands)
+    else:
+        params = entry.params(local) if entry is not None and entry.params is not None else op.params
+        results = bind(op.primitive, operands, params)
+    for axis, t in enumerate(local.triples):
+        if t == f.one_to_all:
+            counts = local.axis_index(axis) == 0
+            results = [jnp.where(counts, x, identity(p.reduction, x.dtype)) for x, p in zip(results, t.results)]
+    return results
 
 
 def _nothing(shape: tuple[int, ...], dtype: Any, layout: Layout) -> Any:

@@ -177,12 +177,14 @@ class ChoiceSpace:
         *,
         sparing: bool = False,
         owners: Owners | None = None,
+        unlike: frozenset[int] = frozenset(),
     ) -> None:
         """`sparing`: what a value is held as between its op and its only use is a choice too, which matters where
-        memory does. `owners`: the positions along the one axis that may run an op alone."""
+        memory does. `owners`: the positions along the one axis that may run an op alone. `unlike`: the mesh axes along
+        which devices round differently, so that what selects elements is run by one for all, not by each for itself."""
         assert axes == 1 or not owners
         self.graph, self.table, self.axes, self.sparing = graph, table, axes, sparing
-        self.owners = owners or {}
+        self.owners, self.unlike = owners or {}, unlike
         self.restriction = restriction or Restriction()
         self._interned: dict[object, Any] = {}
         self._computes: dict[tuple[int, int], tuple[Compute, Access]] = {}
@@ -204,10 +206,13 @@ class ChoiceSpace:
     def _triples(self, op: int) -> Interned[Triples]:
         factors = self.table[op]
         every = self.once((factors, self.axes), lambda: Interned(factors.joint(self.axes)))
+        if self.unlike and op in self.graph.selections:
+            agreed = lambda: (factors.agreed(t, self.unlike) for t in factors.joint(self.axes))
+            every = self.once((factors, self.axes, "agreed"), lambda: Interned(t for t in agreed() if t is not None))
         owners, whole = self.owners.get(op, ()), factors.owned
         if owners and whole is not None:
             alone = lambda: Interned((*every, *(factors.owned_by((whole,), owner) for owner in owners)))
-            every = self.once((factors, owners), alone)
+            every = self.once((factors, owners, every), alone)
         allowed = self.restriction.allowed
         if allowed is None:
             return every
@@ -484,8 +489,9 @@ def _needs(layouts: list[Layout], index: Ints) -> RequiredLayouts:
 
 
 def _whole_state(choices: Domain, whole: Layout) -> int:
+    is_whole = lambda t: all(p == R for p in t.operands) and not any(p.is_sharded for p in t.results)
     for i, state in enumerate(choices.states):
-        if state.triples is not None and any(p != R for t in state.triples for p in (*t.operands, *t.results)):
+        if state.triples is not None and not all(map(is_whole, state.triples)):
             continue
         a = state.availability
         if a is None or whole == a.computed or whole in a.targets:

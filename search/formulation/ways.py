@@ -29,7 +29,9 @@ class ChoicesInWays(ChoiceSpace):
     ) -> None:
         assert len(costs.axes) == 1
         self._count = count
-        super().__init__(costs.graph, costs.table, restriction, sparing=sparing, owners=owners)
+        super().__init__(
+            costs.graph, costs.table, restriction, sparing=sparing, owners=owners, unlike=costs.unlike_axes
+        )
 
     def _triples(self, op: int) -> Interned[Triples]:
         """Each in every way in which what it cuts may be cut."""

@@ -1,0 +1,143 @@
+"""Which elements are read is told by one device for all where devices round differently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from slow_devices import SPEEDS, first_devices, thin_cluster
+
+import hapsynth
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.layout import P, R
+from hapsynth.instructions.program.program import Compute
+
+ROWS = 8
+
+
+def argmax(table: Any, scores: Any) -> Any:
+    return table[jnp.argmax(scores)]
+
+
+def top_k(table: Any, scores: Any) -> Any:
+    return table[lax.top_k(scores, 2)[1]]
+
+
+def sort(table: Any, scores: Any) -> Any:
+    return table[jnp.argsort(-scores)[:2]]
+
+
+def one_hot(table: Any, scores: Any) -> Any:
+    return jax.nn.one_hot(jnp.argmax(scores), ROWS) @ table
+
+
+def mask(table: Any, scores: Any) -> Any:
+    """The rows whose scores are high, packed to the front."""
+    high = scores > 0.5
+    return jnp.zeros_like(table).at[jnp.where(high, jnp.cumsum(high) - 1, ROWS)].set(table, mode="drop")
+
+
+def rounded(table: Any, scores: Any) -> Any:
+    return table[jnp.round(scores[0] * (ROWS - 1)).astype(int) * jnp.ones(2, int)]
+
+
+def in_a_loop(table: Any, scores: Any) -> Any:
+    """Each row that is read leads to the next."""
+
+    def step(at: Any, _: Any) -> Any:
+        row = table[at]
+        return jnp.argmax(scores * (1 + 0 * row[0])), row
+
+    return lax.scan(step, jnp.argmax(scores), None, 3)[1]
+
+
+def sliced(table: Any, scores: Any) -> Any:
+    return lax.dynamic_slice(table, (jnp.argmax(scores), 0), (1, table.shape[1]))
+
+
+SELECTING: dict[str, tuple[Callable[..., Any], set[str]]] = {
+    "argmax": (argmax, {"argmax"}),
+    "top_k": (top_k, {"top_k"}),
+    "sort": (sort, {"sort"}),
+    "one_hot": (one_hot, {"argmax"}),
+    "mask": (mask, {"gt"}),
+    "rounded": (rounded, {"convert_element_type"}),
+    "in a loop": (in_a_loop, {"argmax"}),
+    "sliced": (sliced, {"argmax"}),
+}
+OTHERS: dict[str, Callable[..., Any]] = {
+    "relu": lambda table, scores: jax.nn.relu(table) @ jnp.outer(scores, scores),
+    "given indices": lambda table, scores: table[jnp.arange(3) % 2] * scores,
+    "quantized": lambda table, scores: (table * 127).astype(jnp.int8).astype(float) @ jnp.outer(scores, scores),
+    "dropout": lambda table, scores: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, table.shape), table, 0.0),
+}
+
+
+def given() -> tuple[jax.Array, jax.Array]:
+    table = jnp.arange(1.0, 1 + ROWS * 8).reshape(ROWS, 8)
+    return table, jnp.zeros(ROWS).at[0].set(1.0).at[ROWS - 1].set(1.0 - 2**-20)
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_selections_are_found(name: str) -> None:
+    fn, names = SELECTING[name]
+    graph = trace(fn, given()).graph
+    assert {graph.ops[op].name for op in graph.selections} == names
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_does_not_select(name: str) -> None:
+    assert not trace(OTHERS[name], given()).graph.selections
+
+
+def rounded_apart(x: jax.Array) -> jax.Array:
+    """A replicated array of which the last device has another highest element."""
+    pieces = [np.asarray(s.data) for s in x.addressable_shards]
+    pieces[-1] = pieces[-1][::-1]
+    arrays = [jax.device_put(p, s.device) for p, s in zip(pieces, x.addressable_shards)]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
+
+
+@pytest.mark.parametrize("form", ["switch", "staged"])
+@pytest.mark.parametrize("name", SELECTING)
+def test_unlike_devices_select_the_same(name: str, form: Any) -> None:
+    """Of a table that is cut, by scores that all devices have, each its own."""
+    fn, args = SELECTING[name][0], given()
+    fixed = {"[0]": "S(0)", "[1]": "R"}
+    plan = hapsynth.synthesize(
+        fn, args, first_devices(4), cluster=thin_cluster(SPEEDS["3:1"]), fixed=fixed, form=form, carry=()
+    )
+    table, scores = plan.shard(*args)
+    got = np.asarray(plan.unshard(plan(table, rounded_apart(scores))))
+    other = fn(args[0], args[1][::-1])
+    assert any(np.array_equal(got, want) for want in (fn(*args), other)), got
+    assert plan.check(*args).ok
+
+
+def test_like_devices_select_each_for_itself() -> None:
+    fixed = {"[0]": "S(0)", "[1]": "R"}
+    made: dict[str, set[Any]] = {}
+    for speeds in ("equal", "3:1"):
+        plan = hapsynth.synthesize(argmax, given(), thin_cluster(SPEEDS[speeds], 1e6), fixed=fixed)
+        computes = (i for i in plan.program.instructions if isinstance(i, Compute))
+        made[speeds] = {i.result_layout(0) for i in computes if plan.traced.graph.ops[i.op].name == "argmax"}
+    assert made == {"equal": {(R,)}, "3:1": {(P("sum"),)}}
+
+
+def test_along_one_of_two_axes() -> None:
+    """Hosts are unlike, devices within one alike."""
+    cluster = replace(thin_cluster(SPEEDS["3:1"], 1e6), axes=(("host", 2), ("device", 2)))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("host", "device"))
+    for fn, names in SELECTING.values():
+        plan = hapsynth.synthesize(fn, given(), mesh, cluster=cluster)
+        ops = plan.traced.graph.ops
+        selecting = [i for i in plan.program.instructions if isinstance(i, Compute) and ops[i.op].name in names]
+        assert all(i.result_layout(n)[0] != R for i in selecting for n in range(len(ops[i.op].results)))
+        assert plan.check(*given()).ok
