@@ -84,7 +84,8 @@ class DeviceKind:
     any currency, None where it is not known; not compared. `granularity`: below which sizes it works for nothing.
     `contention`: how many times as long computing takes while a collective runs, measured or stated; None where it is
     not known, and `default_contention` has to do, which is not compared. `contention_delay`: seconds by which a
-    collective takes longer while the device computes, as its threads wait for a core first.
+    collective takes longer while the device computes, as its threads wait for a core first. `card`: the known GPU that
+    it is, for compilers, where its name does not say so (`card_of`); not compared.
 
     Raises ClusterError for a figure that is not finite and positive (`overhead` and `contention_delay` may be 0), or a
     contention below 1.
@@ -105,6 +106,7 @@ class DeviceKind:
     contention: float | None = None
     default_contention: float = field(default=_NO_CONTENTION, compare=False)
     contention_delay: float = 0.0
+    card: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         owner = f"device kind {self.name!r}"
@@ -201,13 +203,13 @@ class DeviceKind:
         ops = {s: replace(op, curve=op.curve.scaled(speed)) for s, op in self.ops.items()}
         source = f"{self.source}, {speed:g}x as fast" if self.source else ""
         faster = replace(self, name=name or self.name, flops=flops, bandwidth=self.bandwidth * speed)
-        return replace(faster, measured=measured, ops=ops, source=source)
+        return replace(faster, measured=measured, ops=ops, source=source, card=card_of(self) or "")
 
     def bare(self) -> "DeviceKind":
         """Without what no cost depends on."""
         measured = {c: {d: replace(curve, spread=()) for d, curve in by.items()} for c, by in self.measured.items()}
         ops = {s: MeasuredOp("", replace(op.curve, spread=())) for s, op in self.ops.items()}
-        return replace(self, measured=measured, ops=ops, source="", price_per_hour=None)
+        return replace(self, measured=measured, ops=ops, source="", price_per_hour=None, card="")
 
 
 def _no_signature(text: str) -> str:
@@ -228,6 +230,7 @@ def _counts_as(dtype: object) -> tuple[str, ...]:
 
 _KIND_KEYS = (
     "base",
+    "card",
     "flops",
     "bandwidth",
     "memory",
@@ -296,6 +299,7 @@ def read_kind(name: str, table: Table, kinds: Mapping[str, DeviceKind]) -> Devic
             (base or _NOMINAL).contention_delay,
             lambda: table.quantity("contention_delay", "TIME"),
         ),
+        card=_read_card(table) if "card" in table else (base and card_of(base)) or "",
     )
     return kind.faster(table.number("speed")) if "speed" in table else kind
 
@@ -311,6 +315,13 @@ def _read_efficiency(table: Table, base: DeviceKind) -> tuple[float, dict[str, f
         if fraction > 1:
             raise where.error(key, f"= {fraction!r} is a fraction of the peak rate, at most 1")
     return (found["efficiency"], {}) if of_rates is None else (base.efficiency, {**base.efficiencies, **found})
+
+
+def _read_card(table: Table) -> str:
+    name, kinds = table.text("card"), known_kinds()
+    if name not in kinds:
+        raise table.error("card", f"= {name!r} is no known GPU; {nearest(name, kinds)}")
+    return name
 
 
 def _source_on(base: DeviceKind | None, table: Table) -> str:
@@ -356,6 +367,7 @@ def write_kind(kind: DeviceKind, *, defaults: bool = False) -> dict[str, object]
     ops = {s: {"op": op.op, "seconds": write_curve(op.curve, _units.WORK)} for s, op in kind.ops.items()}
     base = _known()[0].get(kind.name, _NOMINAL).granularity
     return {
+        **({"card": kind.card} if kind.card else {}),
         "flops": {dtype: _units.format(rate, _units.RATE) for dtype, rate in kind.flops.items()},
         "bandwidth": _units.format(kind.bandwidth, _units.BANDWIDTH),
         "memory": _units.format(kind.memory, _units.MEMORY),
@@ -403,9 +415,22 @@ def target_entry(kind: str) -> tuple[Table, list[str]]:
     """The `target` of a known GPU in devices.toml, and what JAX calls it. Raises ClusterError with the nearest name."""
     kinds, _ = _known()
     if kind not in kinds:
-        raise ClusterError(f"{kind!r} is no GPU of the table of known ones (devices.toml); {nearest(kind, kinds)}")
+        raise ClusterError(
+            f"{kind!r} is no GPU of the table of known ones (devices.toml); {nearest(kind, kinds)}; a kind of a "
+            "cluster file says by its `card` which of them it is"
+        )
     entry = _table().table(kind)
     return entry.table("target", ("capability", "sms", "clock_ghz", "l2")), cast(list[str], entry.data["jax"])
+
+
+def card_of(kind: DeviceKind) -> str | None:
+    """The known GPU that a kind is, by its name in devices.toml: the one that it was described by or is called like, or
+    whose devices `hapsynth profile` found; None where that is none."""
+    kinds, names = _known()
+    if kind.card or kind.name in kinds:
+        return kind.card or kind.name
+    # A profile calls kinds as JAX does, and numbers those of one model.
+    return names.get(kind.name) or names.get(re.sub(r"-\d+$", "", kind.name))
 
 
 def kind_of(device_kind: str) -> DeviceKind:

@@ -24,6 +24,7 @@ import jax
 
 from hapsynth import _jax
 from hapsynth.cluster.compiler_target import CompilerTarget, compiler_target
+from hapsynth.cluster.device_kinds import card_of
 from hapsynth.running.base import Planned
 from hapsynth.running.form import Form, check_form
 from hapsynth.running.plan_file import write_plan
@@ -91,7 +92,8 @@ def compile_for(
 
 
 def _own_kinds(plan: Planned) -> list[str]:
-    return list(dict.fromkeys(plan.cluster.devices[d].name for d in plan.devices))
+    kinds = dict.fromkeys(plan.cluster.devices[d] for d in plan.devices)
+    return list(dict.fromkeys(card_of(kind) or kind.name for kind in kinds))
 
 
 def _source_of(plan: Planned) -> Source:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.compiler_target import CompilerTarget
-from hapsynth.cluster.device_kinds import DeviceKind, known_kinds
+from hapsynth.cluster.device_kinds import DeviceKind, card_of, known_kinds
 from hapsynth.graph.trace import Traced
 from hapsynth.hlo.collectives import collectives_of, first_difference
 from hapsynth.hlo.latency_profile import latency_profile
@@ -112,11 +112,15 @@ class _Saved:
         """The devices that take part, by their positions in the cluster."""
         return [*(range(self.cluster.n) if self.result.devices is None else self.result.devices)]
 
+    @cached_property
+    def _of_card(self) -> list[int]:
+        """Of `used` those that are this card, by their places in it."""
+        return [i for i, d in enumerate(self.used) if card_of(self.cluster.devices[d]) == self.target.kind]
+
     @property
     def own(self) -> list[int]:
-        """Of `used` those of this kind, by their places in it; all where there are none."""
-        of_kind = [i for i, d in enumerate(self.used) if self.cluster.devices[d].name == self.target.kind]
-        return of_kind or [*range(len(self.used))]
+        """As `_of_card`; all where there are none."""
+        return self._of_card or [*range(len(self.used))]
 
     def held(self, form: Chosen, *, without_triton: bool) -> float:
         """Predicted bytes of the device of this kind that holds most. Staged: as the plan has them, and a workspace."""
@@ -213,17 +217,16 @@ class _Saved:
     @property
     def kind(self) -> DeviceKind:
         """The cluster's, which may be measured, or where it has none the known one."""
-        own = self.cluster.devices[self.used[self.own[0]]]
-        return own if own.name == self.target.kind else known_kinds()[self.target.kind]
+        return self.cluster.devices[self.used[self.own[0]]] if self._of_card else known_kinds()[self.target.kind]
 
     @cached_property
     def costs(self) -> CostModel:
         return self._costs(self.result.exact)
 
     def _costs(self, exact: bool) -> CostModel:
-        cluster, result = self.cluster.subset(self.used), self.result
-        devices = [self.kind if i in self.own else kind for i, kind in enumerate(cluster.devices)]
-        cluster, table = replace(cluster, devices=tuple(devices)), FactorTable(self.traced.graph)
+        cluster, result, table = self.cluster.subset(self.used), self.result, FactorTable(self.traced.graph)
+        if not self._of_card:
+            cluster = replace(cluster, devices=(self.kind,) * cluster.n)
         room = replace(result.room, exact=exact)
         return CostModel(self.traced.graph, cluster, table, result.program.axes, room, result.lowering)
 

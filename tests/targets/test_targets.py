@@ -19,7 +19,7 @@ import hapsynth
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster, ClusterError, Link
 from hapsynth.cluster.compiler_target import compiler_target
-from hapsynth.cluster.device_kinds import known_kinds
+from hapsynth.cluster.device_kinds import card_of, known_kinds
 from hapsynth.hlo.collectives import Collective
 from hapsynth.targets import (
     CompiledTarget,
@@ -66,6 +66,60 @@ def test_every_known_gpu_has_a_description(kind: str) -> None:
 def test_unknown_cards_are_refused() -> None:
     with pytest.raises(ClusterError, match="did you mean 'H100-80GB'"):
         compiler_target("H100")
+
+
+MINE = """
+[intra]
+bandwidth = "1 GB/s"
+latency = "1 us"
+[[devices]]
+kind = "old"
+host = "a"
+[[devices]]
+kind = "mine"
+host = "a"
+[kinds.old]
+base = "P100-16GB"
+memory = "12 GiB"
+speed = 0.5
+[kinds.mine]
+card = "H100-80GB"
+flops = { float32 = "1 TFLOP/s" }
+bandwidth = "1 GB/s"
+memory = "1 GB"
+"""
+
+
+def test_which_card_a_kind_is(tmp_path: Path) -> None:
+    named = lambda name: card_of(replace(known_kinds()["T4"], name=name))
+    assert [named(name) for name in ("A100-80GB", "Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3-2", "cpu-1")] == [
+        *("A100-80GB", "V100-16GB", "H100-80GB", None)
+    ]
+    (tmp_path / "c.toml").write_text(MINE)
+    described = Cluster.load(tmp_path / "c.toml")
+    described.save(tmp_path / "again.toml")
+    for cluster in (described, Cluster.load(tmp_path / "again.toml")):
+        assert [card_of(kind.faster(0.5, "slower")) for kind in cluster.kinds] == ["P100-16GB", "H100-80GB"]
+    (tmp_path / "c.toml").write_text(MINE.replace("H100-80GB", "H100"))
+    with pytest.raises(ClusterError, match=r"kinds\.mine\.card = 'H100' is no known GPU; did you mean 'H100-80GB'"):
+        Cluster.load(tmp_path / "c.toml")
+
+
+def test_a_measured_kind_is_compiled_for_as_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, and by its own figures; another card stands for all devices."""
+    plan = planned()
+    names = ("NVIDIA A100 80GB PCIe-1", "NVIDIA H100 80GB HBM3")
+    kinds = tuple(replace(k, name=name, bandwidth=1e9) for k, name in zip(plan.cluster.devices, names, strict=True))
+    measured = hapsynth.Plan(plan.traced, plan.result, replace(plan.cluster, devices=kinds), fn=step)
+    monkeypatch.setattr(compiling, "installed_plugin", lambda: "jax-cuda12-plugin 0")
+    monkeypatch.setattr(compiling, "_apart", lambda request: CompiledTarget(request.target.kind))
+    assert [t.target for t in measured.compile_for()] == CARDS
+    for place, card in enumerate((*CARDS, "T4")):
+        saved = target_process._Saved(plan.traced, plan.result, measured.cluster, compiler_target(card))
+        here = place < 2
+        assert saved.own == ([place] if here else [0, 1])
+        assert saved.kind is (kinds[place] if here else known_kinds()["T4"])
+        assert saved.costs.cluster.devices == (kinds if here else (saved.kind,) * 2)
 
 
 def test_missing_wheels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
