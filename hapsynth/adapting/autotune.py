@@ -58,8 +58,7 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
         raise ValueError(
             f"the mesh has {mesh.devices.size} devices, the plan's cluster {len(devices)}: give one of all"
         )
-    least = min(limits[d] for d in devices)
-    options = PlanningOptions(least, lowering=plan.result.lowering)
+    options = PlanningOptions(max(limits), exact=plan.result.exact, lowering=plan.result.lowering)
     of_some = None if everyone else devices
     baselines = Baselines(Task(plan.traced.graph, plan.cluster.subset(devices), options), of_some)
     plans = {OURS: plan}

@@ -147,7 +147,7 @@ def comparison(plan: Plan, names: Sequence[str] = (), *, each: bool = True) -> d
     memory, limits = plan.result.memory_bytes, plan.result.memory_limit_bytes
     peak, fits = max(memory), all(used <= limit for used, limit in zip(memory, limits, strict=True))
     entries = {OURS: Entry(plan.cost, peak, fits, traffic(plan.program, plan.sizes, model), plan.devices)}
-    options = PlanningOptions(max(limits), lowering=plan.result.lowering)
+    options = PlanningOptions(max(limits), exact=plan.result.exact, lowering=plan.result.lowering)
     task = Task(plan.traced.graph, plan.cluster, options)
     for name, b in BaselinesOnSubsets(task, names=names).best(overlap=plan.result.overlap, each=each).items():
         devices = b.devices or tuple(range(plan.cluster.n))

@@ -108,6 +108,7 @@ class Baseline:
             memory_bytes=memory,
             memory_limit_bytes=tuple(limits),
             devices=devices,
+            exact=self.costs.room.exact,
             lowering=self.costs.lowering,
         )
 
@@ -158,7 +159,7 @@ class Baselines:
         self.devices = devices
         # What people run today knows one axis over all devices.
         axes = ((DEFAULT_AXIS, task.cluster.n),)
-        self.costs = CostModel(graph, task.cluster, table, axes, lowering=task.options.lowering)
+        self.costs = CostModel(graph, task.cluster, table, axes, task.memory_budget, task.options.lowering)
         self.graph, self.table, self.task, self.limit = graph, table, task, task.memory_budget.limit
         self.kin = kinship(graph, table)
         self.state = [graph.inputs[source] for source, _ in graph.carry]

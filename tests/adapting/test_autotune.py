@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import graphs
@@ -15,6 +17,7 @@ from jax.sharding import Mesh
 import hapsynth
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.plan import Plan
+from hapsynth.report.json_records import comparison
 from hapsynth.search.memory.profile import peak
 
 
@@ -106,6 +109,21 @@ def test_what_does_not_fit_takes_no_part(plan: Plan) -> None:
     left = set(hapsynth.autotune_candidates(held, within=100.0)) - {"hapsynth"}
     assert left == {name for name, most in need.items() if most <= limit} - {"hapsynth"}
     assert left < set(need)
+
+
+def test_what_fits_on_exact_shards_alone_takes_part(plan: Plan, mesh: Mesh) -> None:
+    """Of a plan of such: here the slow devices have no room for the largest shard."""
+    planned = partial(hapsynth.synthesize, step, (STATE, BATCH), example_kwargs=GIVEN, leave_out=False, form="staged")
+    name, cluster = "data_parallel_speed", plan.cluster
+    held = hapsynth.autotune_candidates(planned(mesh, cluster=cluster), within=100.0)[name].memory
+    room = [int(held[0]) * 2] * 2 + [int(held[0] + held[3]) // 2] * 2
+    assert held[3] < room[3] < held[0]
+    kinds = tuple(replace(kind, memory=most) for kind, most in zip(cluster.devices, room, strict=True))
+    tight = planned(mesh, cluster=replace(cluster, devices=kinds))
+    found = hapsynth.autotune_candidates(tight, within=100.0)[name]
+    assert (found.result.exact, found.memory, found.form) == (True, held, "staged")
+    beside = comparison(tight, [name], each=False)[name]
+    assert (beside.fits, beside.memory_bytes) == (True, max(held))
 
 
 @pytest.mark.parametrize(("seconds", "wins"), [([3.0, 2.0, 2.5], 1), ([2.0, 1.99, 3.0], 0), ([1.0, 2.0, 3.0], 0)])
