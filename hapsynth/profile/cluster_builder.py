@@ -17,10 +17,10 @@ from hapsynth.cluster.granularity import GPU_GRANULARITY
 from hapsynth.cluster.links import Link
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile.collectives import BASE, INSIDE, Axes, Exchange, Point, Points, link_of
-from hapsynth.profile.contention import BESIDE, delayed_by, small_gather
+from hapsynth.profile.contention import ALONE, BESIDE, delayed_by, of_contention, small_gather
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, by_memory, groups, rounded, smooth, typical
-from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel
+from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel, largest_matmul
 from hapsynth.profile.plausibility import Implausible, ProfileError, falling, unlikely, unsteady
 from hapsynth.profile.sampling import Floats
 from hapsynth.search.cost.network import PRICES, axis_links
@@ -83,8 +83,8 @@ class Builder:
         doubts: list[Implausible] = []
         for name, fit in zip(self.names, self.fits, strict=True):
             doubts += [*unlikely(name, fit), *unsteady(name, fit.times)]
-        if BESIDE in self.figures:
-            doubts += unsteady("all devices", {BESIDE: (0.0, float(self.figures[BESIDE][:, 1].max()))})
+        beside = {key: rows for key, rows in self.figures.items() if of_contention(key)}
+        doubts += unsteady("all devices", {key: (0.0, float(rows[:, 1].max())) for key, rows in beside.items()})
         wires = {e.key: (t, float(self.figures[e.key][:, 1].max())) for e, t in self._waits()}
         doubts += unsteady("all devices", wires)
         for family in dict.fromkeys(e.family for e in self.sent if e.step != BASE):
@@ -141,10 +141,10 @@ class Builder:
     def _contention(self, devices: Sequence[int]) -> float | None:
         """How many times as long the largest matmul takes beside a collective; None where that was not measured."""
         rows = self.figures.get(BESIDE)
-        matmul = [k for k in self.ran if (k.family, k.dtype) == ("matmul", "float32")][-1:]
-        if rows is None or not matmul:
+        matmul = largest_matmul(self.ran)
+        if rows is None or matmul is None:
             return None
-        factor = float(np.median(rows[devices, 0] / self.figures[matmul[0].key][devices, 0]))
+        factor = float(np.median(rows[devices, 0] / self.figures[matmul.key][devices, 0]))
         return round(max(factor, 1.0), 3) if np.isfinite(factor) else None
 
     def _delay(self, device: int) -> float:
@@ -200,9 +200,9 @@ class Builder:
             largest = {k.family: fit.times[k.key][1] for k in fit.kernels}
             spread[name] = {"bandwidth": round(largest[STREAM], 3), "overhead": round(largest[LAUNCH], 3)}
             dispatch[name] = f"{fit.dispatch * 1e6:.1f} us"
-            if "alone" in self.figures:
-                matmul = [k for k in fit.kernels if (k.family, k.dtype) == ("matmul", "float32")][-1]
-                alone[name] = round(fit.times[matmul.key][0] / float(np.median(self.figures["alone"][group, 0])), 3)
+            matmul = largest_matmul(fit.kernels)
+            if ALONE in self.figures and matmul is not None:
+                alone[name] = round(fit.times[matmul.key][0] / float(np.median(self.figures[ALONE][group, 0])), 3)
         return {
             "jax": jax.__version__,
             "machines": ", ".join(dict.fromkeys(self.job.machines)),

@@ -15,8 +15,11 @@ from hapsynth.profile.collectives import Exchange
 from hapsynth.profile.job import Job
 from hapsynth.profile.sampling import Floats
 
+ALONE = "alone"
+"""The figure: the largest matmul that was measured, again on one device at a time."""
 BESIDE = "beside"
-"""The figure: the largest matmul that was measured, beside the largest all-reduce of all devices."""
+"""The figure: that matmul, beside the largest all-reduce of all devices."""
+_DELAYED = "delayed/"
 _SMALL = 1 << 16
 """Bytes of a collective that takes little but the wait of its threads for a core."""
 _PART = 0.5
@@ -32,7 +35,12 @@ def can_overlap(job: Job) -> bool:
 
 def delayed_by(group: Sequence[int]) -> str:
     """The figure: a small all-gather of all devices, beside the largest matmul on some devices."""
-    return f"delayed/{group[0]}"
+    return f"{_DELAYED}{group[0]}"
+
+
+def of_contention(key: str) -> bool:
+    """Whether a figure is of computing and a collective at once."""
+    return key == BESIDE or key.startswith(_DELAYED)
 
 
 def small_gather(job: Job, sent: Iterable[Exchange]) -> Exchange | None:

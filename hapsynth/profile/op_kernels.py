@@ -87,6 +87,11 @@ def kernels(dtypes: Sequence[str], quick: bool) -> Iterator[Kernel]:
             yield _reduction(dtype, size)
 
 
+def largest_matmul(ran: Sequence[Kernel]) -> Kernel | None:
+    """Of float32, of those that were run."""
+    return next((k for k in reversed(ran) if (k.family, k.dtype) == ("matmul", "float32")), None)
+
+
 def _stream(size: int) -> Kernel:
     """Reads and writes all of an array, again and again in the same memory: a loop, as a chain would be one kernel."""
 

@@ -31,8 +31,8 @@ def refusal(doubts: Sequence[Implausible], partial: str) -> ProfileError:
     shown = "; ".join(doubt.text for doubt in doubts[:3]) + (f"; and {len(doubts) - 3} more" if len(doubts) > 3 else "")
     return ProfileError(
         f"not saved, as these figures can't be relied on: {shown}. End what else runs on these devices and run it "
-        f"again: only these are measured again{f' ({partial} keeps the others)' if partial else ''}; or save them "
-        "as they are with --force"
+        f"again: only these and what hangs on them are measured{f' ({partial} keeps the others)' if partial else ''}; "
+        "or save them as they are with --force"
     )
 
 

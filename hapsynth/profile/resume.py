@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Iterable
@@ -51,11 +50,6 @@ class State:
         if self.file is not None:
             text = json.dumps({"fingerprint": self.fingerprint, "figures": packed(self.figures)})
             _files.write_text(self.file, text)
-
-    def remove(self) -> None:
-        if self.file is not None:
-            with contextlib.suppress(OSError):
-                self.file.unlink()
 
 
 def packed(figures: dict[str, Floats]) -> dict[str, list[list[float | None]]]:

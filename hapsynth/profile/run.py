@@ -15,18 +15,25 @@ from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.profile.cluster_builder import Builder, speed_groups
 from hapsynth.profile.collectives import Axes, Exchange, exchanges, runner
-from hapsynth.profile.contention import BESIDE, beside, can_overlap, delayed, delayed_by, small_gather
+from hapsynth.profile.contention import (
+    ALONE,
+    BESIDE,
+    beside,
+    can_overlap,
+    delayed,
+    delayed_by,
+    of_contention,
+    small_gather,
+)
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import typical_kind
 from hapsynth.profile.measured_ops import MOST_OPS, MOST_OPS_QUICK, Ops
-from hapsynth.profile.op_kernels import Kernel, kernels
+from hapsynth.profile.op_kernels import Kernel, kernels, largest_matmul
 from hapsynth.profile.plausibility import ProfileError, refusal
 from hapsynth.profile.resume import State, packed, unpacked
 from hapsynth.profile.sampling import Floats, sampled
 
 _LATENCY_BYTES = 1 << 18
-ALONE = "alone"
-"""The largest matmul that was measured, again on one device at a time."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,9 @@ def profile(
     builder = Builder(job, axes, ran, sent, state.figures, job.memory())
     doubts = builder.doubts()
     if doubts and not force:
-        state.drop(key for doubt in doubts for key in doubt.keys)
+        # By new ones devices may be grouped otherwise, or another matmul be the largest.
+        doubted = {key for doubt in doubts for key in doubt.keys}
+        state.drop([key for key in state.figures if key in doubted or key == ALONE or of_contention(key)])
         raise refusal(doubts, str(partial or ""))
     cluster = builder.cluster()
     for doubt in doubts:
@@ -113,11 +122,6 @@ def _heavy(
 def _dtypes(job: Job, options: Options) -> tuple[str, ...]:
     usual = ("float32",) if job.devices[0].platform == "cpu" else ("float32", "bfloat16")
     return tuple(dict.fromkeys(("float32", *(options.dtypes or usual))))
-
-
-def _largest_matmul(ran: Iterable[Kernel]) -> list[Kernel]:
-    """It, or nothing."""
-    return [k for k in ran if (k.family, k.dtype) == ("matmul", "float32")][-1:]
 
 
 class _Measuring:
@@ -155,9 +159,9 @@ class _Measuring:
             return False
         return before is None or float(self.state.figures[before][:, 0].max()) * growth <= self.options.longest_s
 
-    def alone(self, ran: Iterable[Kernel]) -> None:
-        kernel = _largest_matmul(ran)
-        if not kernel or ALONE in self.state.figures:
+    def alone(self, ran: Sequence[Kernel]) -> None:
+        kernel = largest_matmul(ran)
+        if kernel is None or ALONE in self.state.figures:
             return
         self.tell(ALONE)
         rows: list[list[float]] = []
@@ -165,7 +169,7 @@ class _Measuring:
             # The others wait here.
             self.job.agree(True)
             for i in self.job.local if process == jax.process_index() else ():
-                once = self.job.runner(kernel[0], [i])
+                once = self.job.runner(kernel, [i])
                 once()
                 seconds, spread = self._sampled(once, lambda x: x)
                 rows.append([float(seconds[0]), float(spread[0])])
@@ -174,24 +178,24 @@ class _Measuring:
 
     def beside(self, ran: Sequence[Kernel], sent: Iterable[Exchange]) -> bool:
         """Whether computing beside a collective, and a collective beside computing, could be measured."""
-        job, o, kernel = self.job, self.options, _largest_matmul(ran)
+        job, o, kernel = self.job, self.options, largest_matmul(ran)
         large = [e for e in sent if e.step == "all_reduce" and e.n == job.n][-1:]
         small = small_gather(job, sent)
-        if not kernel or not large or small is None or not can_overlap(job):
+        if kernel is None or not large or small is None or not can_overlap(job):
             return False
         figures = self.state.figures
         slowest = lambda exchange: float(figures[exchange.key][:, 0].max())
 
         def both() -> Callable[[], Floats]:
-            compute, send = job.runner(kernel[0]), runner(job, large[0])
+            compute, send = job.runner(kernel), runner(job, large[0])
             # Compiled and run once, before anything runs beside.
             compute()
             send()
-            return beside(job, compute, send, figures[kernel[0].key][:, 0], slowest(large[0]), o.window_s)
+            return beside(job, compute, send, figures[kernel.key][:, 0], slowest(large[0]), o.window_s)
 
         def late(group: Sequence[int]) -> Callable[[], Floats]:
             mine, send = [i for i in job.local if i in group], runner(job, small)
-            compute = job.runner(kernel[0], mine) if mine else None
+            compute = job.runner(kernel, mine) if mine else None
             if compute:
                 compute()
             send()
