@@ -89,7 +89,8 @@ def exchanges(axes: Axes, hosts: Sequence[int], quick: bool) -> Iterator[Exchang
                 yield Exchange(step, mesh, axis, nbytes, 8 if nbytes < 1 << 17 else 2, along)
     if 1 < len(set(hosts)) < n:
         for nbytes in sizes:
-            yield Exchange(INSIDE, (((DEFAULT_AXIS, n),)), DEFAULT_AXIS, nbytes, 8 if nbytes < 1 << 17 else 2)
+            # Along the axis over all devices, whatever it is called.
+            yield Exchange(INSIDE, *meshes[-1], nbytes, 8 if nbytes < 1 << 17 else 2)
 
 
 def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
