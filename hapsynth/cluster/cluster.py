@@ -216,13 +216,21 @@ class Cluster:
             raise ClusterError(f"cluster {self.name!r}: nothing is left without kind {kind!r}")
         return replace(self.subset(kept), name=f"{self.name} without {kind}")
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether all devices are in one host, and nothing is said of what would join it to another."""
+        described = self._own(0).intra or self.intra
+        alike = self.nic(0) == self.inside(0) and (described is not None or self.n > 1)
+        return len(set(self.hosts)) == 1 and alike
+
     def plus(self, kind: str, n: int) -> "Cluster":
         """The cluster with `n` more devices of one kind, after those there are, in new hosts as full as the fullest
-        with that kind, with its links. Raises ClusterError where there are none of that kind."""
+        with that kind, with its links; of a cluster that `is_closed`, in its host. Raises ClusterError where there are
+        none of that kind."""
         here = self._of_kind(kind)
         ((fullest, per_host),) = Counter(self.hosts[i] for i in here).most_common(1)
         order = [*range(here[-1] + 1), *[here[-1]] * n, *range(here[-1] + 1, self.n)]
-        new = [len(self.hosts) + i // per_host for i in range(n)]
+        new = [self.hosts[0] if self.is_closed else len(self.hosts) + i // per_host for i in range(n)]
         own = {**self.host_links, **(dict.fromkeys(new, self._own(fullest)) if fullest in self.host_links else {})}
         hosts = [*self.hosts[: here[-1] + 1], *new, *self.hosts[here[-1] + 1 :]]
         devices = tuple(self.devices[i] for i in order)

@@ -116,7 +116,7 @@ class Builder:
         collectives, lines = self._collectives(bare)
         network = self._link(lines.get(self._flat, [])) if job.n > 1 else nominal
         inside = [(1.0, float(4 * e.words), t) for e, t in self._waits() if e.step == INSIDE and t > 0]
-        intra = self._link(inside) if inside else None
+        intra = self._link(inside) if inside else None if job.n > 1 else nominal
         return Cluster(name, tuple(devices), job.hosts, network, intra, self.axes, collectives, self._told())
 
     def _kind(self, group: int) -> DeviceKind:

@@ -52,9 +52,14 @@ def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster, str | None]]:
         placed = zip(cluster.devices, cluster.hosts, strict=True)
         per_host = max(Counter(host for device, host in placed if device.name == kind).values())
         for more in sorted({per_host, n}):
-            yield f"with {more} more {kind}", cluster.plus(kind, more), None
+            yield with_more(cluster, kind, more), cluster.plus(kind, more), None
     for factor in _NETWORKS if cluster.n > 1 else ():
         yield f"with {factor:g}x the network bandwidth", cluster.scaled_network(factor), None
+
+
+def with_more(cluster: Cluster, kind: str, n: int) -> str:
+    """`Cluster.plus` in words."""
+    return f"with {n} more {kind}{' in the same host' if cluster.is_closed else ''}"
 
 
 def advise(plan: Plan, planned: Callable[[Cluster], Plan], tell: Callable[[str], None]) -> list[Variant]:

@@ -18,6 +18,7 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import trace
 from hapsynth.plan import Plan
 from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.whatif.cluster_variants import with_more
 
 _MOST = 8
 """Times as many devices of a kind as there are, at most."""
@@ -117,14 +118,14 @@ def _more_memory(lacking: Shortage, needs: float) -> Remedy:
 
 
 def _more_devices(lacking: Shortage, kind: str, tell: Callable[[str], None]) -> Remedy:
-    """The fewest more of a kind that do, in whole hosts: doubled until they do, then halved in between."""
+    """The fewest more of a kind that do, a host's at a time: doubled until they do, then halved in between."""
     here = [
         host for device, host in zip(lacking.cluster.devices, lacking.cluster.hosts, strict=True) if device.name == kind
     ]
     per_host = max(Counter(here).values())
 
     def attempt(hosts: int) -> Remedy:
-        change = f"with {hosts * per_host} more {kind}"
+        change = with_more(lacking.cluster, kind, hosts * per_host)
         tell(change)
         return lacking.tried(change, cluster=lacking.cluster.plus(kind, hosts * per_host))
 

@@ -45,6 +45,19 @@ def test_what_is_compared() -> None:
     assert [c.n for _, c, _ in changes(cluster(FAST))] == [2]
 
 
+def test_what_joins_a_host_inside_joins_no_others() -> None:
+    """More devices are in that host where the file says of no network, and where a profile knows of none."""
+    link = {"bandwidth": "100 GB/s", "latency": "2 us"}
+    file: dict[str, Any] = {"name": "box", "intra": link, "devices": [{"kind": "T4", "hosts": 1, "per_host": 2}]}
+    network = {"network": {"bandwidth": "1 GB/s", "latency": "2 us"}}
+    box, joined = Cluster.from_dict(file), Cluster.from_dict({**file, **network})
+    measured, single = replace(box, intra=None), box.subset([0])
+    more = lambda of: [(change, c.hosts) for change, c, _ in changes(of) if "more" in change]
+    assert more(box) == more(measured) == [("with 2 more T4 in the same host", (0,) * 4)]
+    assert more(single) == [("with 1 more T4 in the same host", (0, 0))]
+    assert more(joined) == [("with 2 more T4", (0, 0, 1, 1))]
+
+
 def test_a_kind_that_is_in_the_way_is_to_be_left_out() -> None:
     """Devices without a share still hold what is whole and take part in communication: the plan does without them."""
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -150,6 +150,9 @@ def test_what_is_given_is_found_again(tmp_path: Path) -> None:
     cluster.save(tmp_path / "c.toml")
     assert Cluster.load(tmp_path / "c.toml") == cluster
     assert Cluster.load(tmp_path / "c.toml").profile == cluster.profile
+    # Of one host, or one device, nothing is known of other hosts.
+    assert cluster.is_closed
+    assert built(FakeJob([1.0])).cluster().is_closed
 
 
 def test_contention_is_what_a_matmul_takes_longer_beside_a_collective() -> None:
