@@ -1,8 +1,9 @@
 """Where a predicted second comes from: every instruction's seconds as the sum that the cost model makes of them.
 
 An op takes runs x (launches x overhead + max(FLOPs / rate, bytes / bandwidth)) on the device that takes longest over
-it, a collective runs x (latency + wire bytes x seconds per byte). The lines add up to the plan's cost. `hapsynth
-explain --cost` prints them in groups, the most expensive one by one, with the sources of their figures.
+it, a collective runs x (latency + wire bytes x seconds per byte). The lines add up to the plan's cost or, where its
+collectives run beside computing, to what it takes without. `hapsynth explain --cost` prints them in groups, the most
+expensive one by one, with the sources of their figures.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from hapsynth.search.cost.program_index import cut_nodes_of
 from hapsynth.search.cost.work import Work
 
 COST_SCHEMA = "hapsynth-cost-1"
+SUMMED = ", one instruction after another"
+"""Of sums over the instructions of a plan whose step is shorter."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +108,11 @@ def cost_lines(plan: Plan) -> list[Line]:
 
 
 def cost_record(plan: Plan, lines: Sequence[Line]) -> dict[str, Any]:
-    """The document of `explain --cost --json`."""
+    """The document of `explain --cost --json`. `sum_s`: of the lines, which is `cost_s` but for plans with overlap."""
     return {
         "schema": COST_SCHEMA,
         "cost_s": plan.cost,
+        "sum_s": fsum(line.seconds for line in lines),
         "computing": [{**asdict(line), "rate": line.rate} for line in lines if isinstance(line, Computing)],
         "sending": [asdict(line) for line in lines if isinstance(line, Sending)],
     }
@@ -276,7 +280,7 @@ def print_costs(out: Console, plan: Plan, lines: Sequence[Line], top: int) -> No
         headers += ["transposing"] if turns else []
         rows = _groups(sending, lambda s: (s.step, s.axis, s.latency_s), partial(_sent, turns=turns), total)
         out.print(table([*headers, "seconds", "share"], rows, left=2))
-    out.print(f"\nin all         {seconds(total)}")
+    out.print(f"\nin all         {seconds(total)}{SUMMED if plan.result.overlap else ''}")
     out.print(heading("The dearest"))
     for line in sorted(lines, key=lambda line: -line.seconds)[:top]:
         out.print(_formula(line))

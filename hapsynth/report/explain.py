@@ -15,12 +15,12 @@ from hapsynth._quantities import nbytes, percent, plural, seconds
 from hapsynth.instructions.layout import Layout, format_layout
 from hapsynth.instructions.program.program import Convert, reads, writes
 from hapsynth.plan import Plan
-from hapsynth.report.cost_breakdown import cost_lines, print_costs
+from hapsynth.report.cost_breakdown import SUMMED, cost_lines, print_costs
 from hapsynth.report.summary import print_certificate, print_left_out, sizes_table
 from hapsynth.report.tables import console, heading, table
 from hapsynth.report.timeline import print_timeline
 from hapsynth.running.names import Names
-from hapsynth.search.cost.program_cost import Cost, feed_costs, padded_bytes, program_cost
+from hapsynth.search.cost.program_cost import Cost, feed_costs, padded_bytes
 from hapsynth.whatif.alternatives import Alternative, Alternatives
 
 _KINDS = 14
@@ -103,6 +103,10 @@ class Explainer:
         self.graph, self.names = plan.traced.graph, Names(plan.traced)
         self.fed, self.fed_s = len(fed_s), sum(fed_s)
         self.total = self.fed_s + sum(cost.seconds for cost in answers.costs)
+        overlap = plan.result.overlap
+        self.own_s = self.total if overlap else plan.cost
+        """What other programs are compared with: the sum over the plan's instructions, as theirs is."""
+        self.summed = SUMMED if overlap else ""
 
     @classmethod
     def of(cls, out: Console, plan: Plan, top: int, tell: Callable[[str], None]) -> Self:
@@ -145,15 +149,16 @@ class Explainer:
                 )
         self.out.print(heading("Instructions that touch it"))
         self.out.print(table(["instruction", "layout", "seconds", "wire bytes"], rows, left=2))
-        self.out.print(heading("The best program with each layout of it, at the plan's shard sizes"))
+        self.out.print(heading(f"The best program with each layout of it, at the plan's shard sizes{self.summed}"))
         planned = format_layout(self.answers.layouts[value])
         memory = tuple(self.plan.memory[d] for d in self.plan.devices)
-        rows = [[f"{planned} (the plan)", seconds(self.plan.cost), "", "", nbytes(max(memory)), self._fits(memory)]]
+        rows = [[f"{planned} (the plan)", seconds(self.own_s), "", "", nbytes(max(memory)), self._fits(memory)]]
         for layout in self.answers.others(value):
             self.tell(f"searching without the layout of {self.names.value(value)}")
             best = self.answers.best_with(value, layout)
             rows.append([format_layout(layout), *self._cells(best)])
-        self.out.print(table(["layout", "step time", "difference", "", "memory", "fits"], rows))
+        time = "sum" if self.summed else "step time"
+        self.out.print(table(["layout", time, "difference", "", "memory", "fits"], rows))
 
     def _kinds(self) -> None:
         count: Counter[str] = Counter()
@@ -176,7 +181,7 @@ class Explainer:
             rows.append([plural(len(rest), "other kind"), str(sum(count[n] for n in rest)), seconds(left)])
             rows[-1] += [self._share(left), ""]
         rows.append(["in all", str(count.total()), seconds(self.total), "", _bytes(sum(wire.values()))])
-        self.out.print(heading("Where the seconds go"))
+        self.out.print(heading(f"Where the seconds go{self.summed}"))
         self.out.print(table(["instruction", "count", "seconds", "share", "wire bytes"], rows))
 
     def _collectives(self) -> None:
@@ -249,13 +254,10 @@ class Explainer:
         self.out.print(table(["value", "made as", "seconds", "otherwise", "costs", ""], rows, left=2))
 
     def _cells(self, other: Alternative | None) -> list[str]:
-        """Step time, difference in seconds and percent, memory, fits."""
+        """Step time, or the sum over instructions, difference in seconds and percent, memory, fits."""
         if other is None:
             return ["impossible", "-", "", "-", "-"]
-        # Alternatives are compared as sums over instructions.
-        own = self.plan.cost
-        if self.plan.result.overlap:
-            own = program_cost(self.plan.program, self.plan.sizes, self.plan.cost_model())
+        own = self.own_s
         more = other.cost_s - own
         # The search proves its results to a relative 1e-5: less than that is nothing.
         if abs(more) <= 2e-5 * own:

@@ -6,6 +6,8 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,14 +15,20 @@ from random_programs import mlp_args, mlp_step
 from slow_devices import slow_cluster
 
 import hapsynth
+from hapsynth._quantities import seconds
 from hapsynth.cli.main import main
+from hapsynth.instructions.layout import R
 from hapsynth.plan import Plan
+from hapsynth.report.cost_breakdown import cost_lines, cost_record, print_costs
+from hapsynth.report.explain import Explainer
 from hapsynth.report.json_records import costs_of, search_record
 from hapsynth.report.summary import print_summary
 from hapsynth.report.tables import console
 from hapsynth.report.timeline import print_timeline
+from hapsynth.search.cost.program_cost import feed_costs
 from hapsynth.search.scheduling.tasks import Machine
 from hapsynth.search.scheduling.waits import waits
+from hapsynth.whatif.alternatives import Alternative
 
 MODEL = """
 import jax, jax.numpy as jnp
@@ -80,6 +88,23 @@ def test_reports_say_what_is_hidden(plan: Plan, capsys: pytest.CaptureFixture[st
         "1.25x as long beside a collective (as its description says), which takes 1.000 ms longer then"
     )
     assert f"{slow.name}: computing takes 1x as long beside a collective (a default: not measured)" in text
+
+
+def test_explanations_are_of_sums_and_say_so(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other programs are compared by the sum over their instructions, so this one is too; it is not its step time."""
+    value, lines = plan.traced.graph.inputs[0], cost_lines(plan)
+    total = cost_record(plan, lines)["sum_s"]
+    assert total > plan.cost == cost_record(plan, lines)["cost_s"]
+    fed_s = [s for _, s in feed_costs(plan.program, plan.sizes, plan.cost_model())]
+    answers = SimpleNamespace(costs=costs_of(plan), layouts=plan.program.inputs, others=lambda _: [(R,)])
+    answers.best_with = lambda _, layout: Alternative(layout, 2 * total, None, proved=True)
+    Explainer(console(), plan, cast(Any, answers), fed_s, 3, lambda _: None).one(value)
+    said = capsys.readouterr().out
+    assert "shard sizes, one instruction after another" in said
+    assert re.search(rf"\(the plan\) +{seconds(total)} ", said)
+    assert re.search(rf"^R +{seconds(2 * total)} +\+{seconds(total)} +\+100.00 %", said, re.M)
+    print_costs(console(), plan, lines, 1)
+    assert f"in all         {seconds(total)}, one instruction after another" in capsys.readouterr().out
 
 
 def test_a_plan_without_devices_or_in_one_program_records_nothing(plan: Plan) -> None:
