@@ -105,9 +105,7 @@ def figures(plan: Planned, step: Step) -> list[list[str]]:
     used = plan.devices
     peaks = [(r.memory_bytes[d] / r.memory_limit_bytes[d], d) for d in used if r.memory_limit_bytes[d]]
     fullest = max(peaks)[1] if peaks else used[0]
-    computing = [lane for lane in step.lanes if lane.devices]
-    busiest = max(computing, key=lambda lane: lane.busy_s)
-    exposed = step.makespan_s - busiest.busy_s
+    busiest, exposed = step.exposed
     collectives = plan.program.collectives()
     return [
         ["step time", seconds(r.cost_s), "predicted" + (", collectives beside computing" if r.overlap else "")],

@@ -71,8 +71,21 @@ class Step:
     @property
     def communication_s(self) -> float:
         """Seconds in which something is sent."""
+        if self.plan.result.overlap:
+            return self.plan.timeline.communication_s
         sent = [bar for lane in self.lanes if not lane.devices for bar in lane.bars if bar.does == SENDS]
         return sum(bar.end - bar.start for bar in sent)
+
+    @property
+    def exposed(self) -> tuple[Lane, float]:
+        """The devices that compute longest, and the seconds in which they compute nothing."""
+        computing = [lane for lane in self.lanes if lane.devices]
+        if self.plan.result.overlap:
+            # Which knows of loops and branches what is sent in them.
+            timeline = self.plan.timeline
+            return computing[int(timeline.computed.argmax())], timeline.exposed_s
+        busiest = max(computing, key=lambda lane: lane.busy_s)
+        return busiest, self.makespan_s - busiest.busy_s
 
     def _names(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for group in self.groups:

@@ -18,7 +18,7 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.plan import Plan
 from hapsynth.view import page
 from hapsynth.view.record import difference, plan_record
-from hapsynth.view.step import COMPUTES, SENDS, Bar, Step, merged
+from hapsynth.view.step import BOTH, COMPUTES, SENDS, Bar, Step, merged
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = ROOT / "examples" / "clusters"
@@ -64,6 +64,14 @@ def in_a_loop(mixed8: Cluster) -> Plan:
     return hapsynth.synthesize(looped, args, mixed8, leave_out=False)
 
 
+@pytest.fixture(scope="module")
+def overlapped_in_a_loop(mixed8: Cluster) -> Plan:
+    """With a collective in the loop."""
+    args, cut = (jax.ShapeDtypeStruct(s, F32) for s in ((1 << 16,), (16, 1 << 16))), {"[0]": "S(0)", "[1]": "S(1)"}
+    options: dict[str, Any] = {"leave_out": False, "overlap": True, "form": "staged", "fixed": cut}
+    return hapsynth.synthesize(looped, tuple(args), mixed8, **options)
+
+
 # The step
 
 
@@ -79,15 +87,19 @@ def test_a_step_takes_what_was_predicted(which: str, request: pytest.FixtureRequ
     assert ran == {k for k, s in enumerate(found.seconds) if s > 0}
 
 
-def test_exposed_seconds_are_those_of_the_plan(overlapped: Plan) -> None:
-    found = Step(overlapped)
+@pytest.mark.parametrize("which", ["overlapped", "overlapped_in_a_loop"])
+def test_exposed_seconds_are_those_of_the_plan(which: str, request: pytest.FixtureRequest) -> None:
+    plan: Plan = request.getfixturevalue(which)
+    found = Step(plan)
     for lane in found.lanes:
         for device in lane.devices:
             last = max(bar.end for bar in lane.bars)
-            assert last - lane.busy_s <= overlapped.exposed[device] + 1e-12
-    sends = [bar for lane in found.lanes if not lane.devices for bar in lane.bars]
-    assert sends
-    assert found.communication_s == pytest.approx(overlapped.timeline.communication_s)
+            assert last - lane.busy_s <= plan.exposed[device] + 1e-12
+    does = {bar.does for lane in found.lanes for bar in lane.bars}
+    assert (SENDS if which == "overlapped" else BOTH) in does
+    assert found.communication_s == plan.timeline.communication_s > 0
+    lane, exposed = found.exposed
+    assert exposed == plan.result.exposed_communication_s == plan.exposed[lane.devices[0]]
 
 
 @pytest.mark.parametrize("which", ["plan", "overlapped"])
