@@ -14,7 +14,7 @@ PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added `switc
 that form, `overlap`, planned with collectives beside computing where that gains enough, `overlap_staged` and
 `overlap_fused`, planned so however little it gains, in that form (the JSON of these has what is exposed on each
 process, measured and predicted), `serial`, the program of these two with one instruction after another, and any name of
-`hapsynth.search.planning.baselines`.
+`hapsynth.search.planning.baselines`. All but the last are watched by a `Monitor` as `plan` is.
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but
@@ -45,7 +45,7 @@ from harness.command import again, names, parser, write_json
 from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
 from harness.timing import KEEPS_MEMORY, together
 from systems import ddp
-from systems.planned import chosen
+from systems.planned import at_rows, chosen
 from systems.stepped import (
     AGREE,
     Alone,
@@ -155,9 +155,7 @@ class Measuring(Worker):
                 self.ready(row.system, arguments)
         self.tell(f"{name}: watching")
         for row in rows:
-            system = row.record["system"]
-            ours = _planned_as(system) == "plan" or system.startswith("overlap")
-            if ours and isinstance(row.system, Planned) and not row.system.idle:
+            if _is_watched(row.record["system"]) and isinstance(row.system, Planned) and not row.system.idle:
                 self.watched(row, arguments)
         self.meet()
         if self.job.first:
@@ -238,16 +236,18 @@ class Measuring(Worker):
             plan = plan.without_overlap()
         contest = self.contest(model, plan, arguments) if system == "fastest" else None
         plan = contest.plan if contest else plan
+        predicted_s = plan.cost
         runner: System
         match system:
             case "even" | "fsdp":
                 runner = Jitted(fn, self.mesh, arguments, cut_state=system == "fsdp")
             case "by_speed":
                 rows = jax.tree.leaves(arguments[1])[0].shape[0]
-                runner = BySpeed(fn, self.mesh, rows_by_speed(rows, speeds.tolist()))
+                each = rows_by_speed(rows, speeds.tolist())
+                predicted_s, runner = at_rows(plan, each), BySpeed(fn, self.mesh, each)
             case _:
                 runner = Planned(plan)
-        record["predicted_s"] = plan.cost
+        record["predicted_s"] = predicted_s
         if isinstance(runner, Planned):
             record["form"] = plan.form
         if contest:
@@ -305,6 +305,11 @@ class Measuring(Worker):
         records = [row.record for row in rows]
         others = [r for r in before if r["model"] != records[0]["model"]]
         write_json(file, [*others, *records])
+
+
+def _is_watched(system: str) -> bool:
+    """Whether it is hapsynth's plan, at the sizes that a monitor proposes."""
+    return _planned_as(system) in ("plan", "overlap", "always_overlap")
 
 
 def _planned_as(system: str) -> str:

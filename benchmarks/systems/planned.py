@@ -12,11 +12,13 @@ import hapsynth
 from hapsynth.graph.trace import Traced
 from hapsynth.instructions.layout import S
 from hapsynth.plan import Form
+from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.baselines import NAMES, Baseline, Baselines
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
+from hapsynth.search.sizing.sizer import Sizer
 from systems.hap import Hap
 
 TWIN = {"fastest": "plan", "even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
@@ -67,6 +69,13 @@ def by_shares(
     )
     result = ClusterPlanner(Task(graph, cluster, options)).run()
     return hapsynth.Plan(traced, result, cluster, fn=fn)
+
+
+def at_rows(plan: hapsynth.Plan, rows: Sequence[int]) -> float:
+    """Predicted seconds of data parallelism where each device has so many rows of the batch."""
+    costs = plan.cost_model()
+    sizes = Sizer(plan.program, plan.sizes.classes, costs).fixed(np.array(rows, np.float64))
+    return program_cost(plan.program, sizes, costs)
 
 
 def as_plan(b: Baseline, fn: Any, traced: Traced, cluster: hapsynth.Cluster) -> hapsynth.Plan:

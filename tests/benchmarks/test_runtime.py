@@ -113,6 +113,21 @@ def test_a_plan_that_leaves_the_first_process_out_is_reported(capsys: pytest.Cap
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["1.0e-06", "-"]
 
 
+def test_plans_are_watched_and_others_are_not() -> None:
+    watched = ("plan", "overlap", "switch", "staged", "fused", "overlap_staged", "overlap_fused", "serial")
+    systems = dict.fromkeys((*runtime.SYSTEMS, "ddp", *watched, *runtime.NAMES))
+    assert {name for name in systems if runtime._is_watched(name)} == {*watched}
+
+
+def test_by_speed_is_predicted_at_the_rows_that_it_runs() -> None:
+    fast, slow = (DeviceKind(name, {"float32": rate}, 1e12, 1 << 30) for name, rate in (("fast", 3e9), ("slow", 1e9)))
+    fn, shapes = models.mlp(2, layers=1, config=TINY)
+    cluster = Cluster("two", (fast, slow), (0, 1), Link(1e9, 1e-6))
+    plan = planned.chosen(["by_speed"], fn, shapes, trace(fn, shapes), cluster)["by_speed"]
+    assert planned.at_rows(plan, [12, 4]) == pytest.approx(plan.cost)
+    assert planned.at_rows(plan, [8, 8]) > plan.cost
+
+
 def test_the_program_of_a_plan_with_overlap_runs_without() -> None:
     kind = DeviceKind("slow", {"float32": 1e9}, 1e9, 1 << 30)
     cluster = Cluster("two", (kind,) * 2, (0, 1), Link(1e7, 1e-6))
