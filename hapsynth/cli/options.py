@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
@@ -80,7 +81,8 @@ def parser() -> argparse.ArgumentParser:
     _add_plan(run)
     run.add_argument("--steps", metavar="N", type=whole_number, default=1, help="steps to run and check (default 1)")
     run.add_argument("--form", choices=FORMS, default="auto", help="how the plan runs (default auto)")
-    run.add_argument("--seed", metavar="N", type=int, default=0, help="of the random arguments (default 0)")
+    seed = partial(whole_number, least=0)
+    run.add_argument("--seed", metavar="N", type=seed, default=0, help="of the random arguments (default 0)")
     _path(run, "--json", metavar="OUT|-", nargs="?", const=STDOUT, help="write the errors and times as JSON")
 
     compare = add("compare", "predicted step time beside data parallel, ZeRO-3, tensor parallel")
@@ -420,9 +422,9 @@ def _memory(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 
 
-def whole_number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+def whole_number(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
 
 

@@ -253,6 +253,7 @@ def test_an_output_that_is_an_input(argv: list[str], files: Path, capsys: pytest
         (["search", "model.py", "--cluster", "c", "--memory-limit", "1e1000000 GB"], r".*GB' is not a finite number.*"),
         (["search", "model.py", "--cluster", "c", "--memory-limit", "infinite GB"], r".*GB' is not a number with.*"),
         (["run", "model.py", "--plan", "p", "--steps", "0"], r".*'0' is not a whole number of at least 1.*"),
+        (["run", "model.py", "--plan", "p", "--seed", "-1"], r".*'-1' is not a whole number of at least 0.*"),
         (["run", "model.py"], r"hapsynth run: error: .*--plan.*"),
         (["explain", "p", "model.py", "--top", "x"], r".*'x' is not a whole number.*"),
     ],
