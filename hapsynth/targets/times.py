@@ -53,7 +53,8 @@ def predicted(graph: Graph, result: Result, costs: CostModel, device: int) -> Pr
 
 
 def branches_of(steps: Iterable[Step], device: int) -> dict[int, int]:
-    """Which branch a device takes of the switches of so many, where it is the same in all of them."""
+    """Which branch a device takes of the switches of so many, where it is the same in all of them, and no cond of the
+    function's has as many: what XLA makes of these is told apart by that alone."""
     found: dict[int, set[int]] = {}
     waiting = [*steps]
     while waiting:
@@ -63,6 +64,7 @@ def branches_of(steps: Iterable[Step], device: int) -> dict[int, int]:
             case Loop() as loop:
                 waiting += [*loop.body, *loop.test]
             case Cond() as cond:
+                found.setdefault(len(cond.branches), set()).update(range(len(cond.branches)))
                 waiting += [step for branch in cond.branches for step in branch]
             case _:
                 pass

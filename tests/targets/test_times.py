@@ -13,7 +13,8 @@ from hapsynth.cluster.cluster import Cluster, Link
 from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import known_kinds
 from hapsynth.hlo.collectives import Collective
-from hapsynth.instructions.staging.stages import Stage, split
+from hapsynth.instructions.layout import R
+from hapsynth.instructions.staging.stages import Cond, Stage, split
 from hapsynth.search.cost.collective_price import NetworkPrice
 from hapsynth.search.cost.network import axis_links
 from hapsynth.targets.times import branches_of, predicted
@@ -101,3 +102,7 @@ def test_the_branch_of_a_device_in_switches_of_so_many() -> None:
     turned = [replace(s, branch_of=tuple(1 - b for b in s.branch_of)) for s in stages]
     # Two switches of two branches that the device takes otherwise: none is known.
     assert branches_of([*steps, *turned], 0) == {}
+    # Nor may one be taken for a cond of the function's.
+    cond = lambda count: Cond((0, (R,)), ((),) * count, ((),) * count, ())
+    assert branches_of([*steps, cond(2)], 0) == {}
+    assert branches_of([*steps, cond(3)], 0) == branches_of(steps, 0)
