@@ -94,7 +94,7 @@ def infeasible_record(
         "ops": len(traced.graph.ops),
         "devices": cluster.n,
         "devices_used": [],
-        "mesh": dict(cluster.axes),
+        "mesh": dict(mesh_axes(cluster)),
         **dict.fromkeys(("mesh_used", "with_all_s")),
         **{key: timings.get(key) for key in _TIMINGS},
         **dict.fromkeys(("cost_s", "lower_bound_s", "gap", "joint_lower_bound_s", "joint_gap")),
@@ -110,6 +110,7 @@ def infeasible_record(
         "memory_bytes": [],
         "memory_limit_bytes": limits,
         "memory_of": "exact" if exact else "padded",
+        "ops_twice": None,
         "replicated_primitives": list(named(traced.graph)),
         "unpriced_primitives": list(unpriced(traced.graph)),
     }

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import jax.numpy as jnp
 import pytest
-from cli_model import MODEL
+from cli_model import CLUSTER, MODEL
 from frozen import GOLDEN, TOP, VALUE, Frozen
 
 from hapsynth._quantities import seconds
@@ -235,6 +235,7 @@ def test_what_the_model_prints_stays_out_of_the_json(files: Path, capsys: pytest
 
 @pytest.mark.parametrize("form", ["staged", "switch"])
 def test_the_form_decides_which_shards_count(form: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "mixed.toml").write_text("axes = { data = 8 }\n" + CLUSTER)
     asked = ["search", "model.py", "--cluster", "mixed.toml", "--form", form]
     assert main([*asked, "--plan", "p.json", "--json", "out.json"]) == 0
     exact = form == "staged"
@@ -243,7 +244,9 @@ def test_the_form_decides_which_shards_count(form: str, files: Path, capsys: pyt
     assert data["memory_of"] == ("exact" if exact else "padded")
     assert json.loads((files / "p.json").read_text())["memory_of"] == data["memory_of"]
     assert main([*asked, "--memory-limit", "64 KiB", "--json", "none.json"]) == 1
-    assert json.loads((files / "none.json").read_text())["memory_of"] == data["memory_of"]
+    none = json.loads((files / "none.json").read_text())
+    assert none.keys() == {*data, "message"}
+    assert (none["memory_of"], none["mesh"]) == (data["memory_of"], data["mesh"])
 
 
 def test_infeasible(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
