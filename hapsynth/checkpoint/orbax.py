@@ -1,4 +1,4 @@
-"""Saves `ShardedArray`s with orbax, as plain arrays of their logical shape: `pip install hapsynth[orbax]`."""
+"""Saves `ShardedArray`s with orbax, as plain arrays of their logical shape: `pip install '.[orbax]'` in a clone."""
 
 from __future__ import annotations
 

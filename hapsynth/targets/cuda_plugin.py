@@ -13,7 +13,10 @@ class TargetError(RuntimeError):
 
 _PLUGINS = {"jax-cuda12-plugin": (6, 0), "jax-cuda13-plugin": (7, 5)}
 """The least compute capability for which each one's `ptxas` assembles."""
-_WAY_OUT = "pip install 'hapsynth[aot12]' (CUDA 12: P100 to H100 and B200) or 'hapsynth[aot13]' (CUDA 13: T4 and newer)"
+_WAY_OUT = (
+    "in a clone of hapsynth, pip install '.[aot12]' (CUDA 12: P100 to H100 and B200) or '.[aot13]' (CUDA 13: T4 and "
+    "newer)"
+)
 
 
 def installed_plugin() -> str:
@@ -34,5 +37,5 @@ def not_served(target: CompilerTarget, plugin: str) -> str:
     have, need = (".".join(map(str, v)) for v in (target.capability, least))
     return (
         f"{target.kind} has compute capability {have}, and {plugin} serves {need} and newer: "
-        "pip install 'hapsynth[aot12]' in an environment without CUDA 13"
+        "pip install '.[aot12]', in a clone of hapsynth, in an environment without CUDA 13"
     )
