@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import re
-from math import prod
 from typing import Any
 
 import jax
@@ -21,40 +20,26 @@ from harness.examples import EXAMPLES, target
 
 from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
 from hapsynth.graph.trace import trace
+from hapsynth.hlo.text import parse
+from hapsynth.hlo.work import FREE, Computation, nbytes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.cost.model import CostModel
 
 MB = 1e6
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "copy-done"}
 COLUMNS = {"example": -14, "model": 11, "xla": 11, "ratio": 7, "analysis": 11, " ratio": 7}
-LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)$")
-BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
-
-
-def nbytes(shapes: str) -> float:
-    """Of an HLO type such as `f32[8,4]{1,0}` or a tuple of them."""
-    arrays = re.findall(r"(pred|bf16|f8\w*|f16|f32|f64|c64|c128|[su]\d+)\[([\d,]*)\]", shapes)
-    size = lambda dtype: BITS.get(dtype) or int(re.findall(r"\d+", dtype)[0])
-    return sum(size(dtype) / 8 * prod(int(d) for d in dims.split(",") if d) for dtype, dims in arrays)
 
 
 def hlo_bytes(text: str) -> dict[str, float]:
     """Bytes that the entry computation of an optimized HLO text moves, by JAX's primitive, or the HLO's own name."""
-    types: dict[str, str] = {}
+    module = parse(text)
+    entry = Computation(module, module.entry)
     moved: dict[str, float] = collections.defaultdict(float)
-    for line in text[text.index("\nENTRY ") :].splitlines()[2:]:
-        match = LINE.match(line)
-        if match is None:
+    for i in entry.instructions:
+        if i.opcode in FREE:
             continue
-        name, shapes, opcode, rest = match.groups()
-        types[name] = shapes
-        if opcode in FREE:
-            continue
-        operands = re.findall(r"%([\w.-]+)", rest.partition(")")[0])
-        scope = re.search(r'op_name="([^"]*)"', rest)
-        primitive = scope[1].rpartition("/")[2] if scope else opcode
-        parts = [nbytes(types[o]) for o in operands if o in types]
-        moved[primitive] += nbytes(shapes) + sum(parts)
+        scope = re.search(r'op_name="([^"]*)"', i.attributes)
+        primitive = scope[1].rpartition("/")[2] if scope else i.opcode
+        moved[primitive] += sum(map(nbytes, (i.type, *map(entry.type, i.operands))))
     return moved
 
 

@@ -22,6 +22,7 @@ from harness.timing import Stepper, interleaved
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from hapsynth.hlo.collectives import collectives_of, fingerprint
 from on_gpu.settings import Example, Row, Settings, is_gpu, skipped
 
 DEFAULT = "none"
@@ -43,9 +44,6 @@ VARIANTS = {
     "hides no latency": "--xla_gpu_enable_latency_hiding_scheduler=false",
     "deterministic": "--xla_gpu_deterministic_ops=true",
 }
-_COLLECTIVE = re.compile(
-    r"^\s*(?:ROOT )?%?[\w.-]+ = (.*?) ((?:all-reduce|all-gather|reduce-scatter|all-to-all)(?:-start)?)\(", re.MULTILINE
-)
 
 
 def rows(settings: Settings, variant: str) -> Iterator[Row]:
@@ -90,17 +88,17 @@ def ran(settings: Settings, example: Example) -> Row:
 
 def collectives(example: Example, devices: list[Any]) -> Row:
     """The collectives that XLA leaves in the data parallel step for `devices`: the number of each kind, and a digest of
-    their types in order."""
+    what two ends must agree on."""
     fn, (state, batch) = example.target()
     mesh = Mesh(np.array(devices), ("data",))
     everywhere, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     step = jax.jit(fn, in_shardings=(everywhere, cut), out_shardings=everywhere)
     began = time.perf_counter()
-    found = _COLLECTIVE.findall(step.lower(state, batch).compile().as_text() or "")
+    found = collectives_of(step.lower(state, batch).compile().as_text() or "")
     return {
         "compile_s": time.perf_counter() - began,
-        "collectives": dict(Counter(name.removesuffix("-start") for _, name in found)),
-        "collectives_digest": digest("\n".join(f"{name} {re.sub(r'{[^}]*}', '', types)}" for types, name in found)),
+        "collectives": dict(Counter(one.op for one in found)),
+        "collectives_digest": fingerprint(found),
     }
 
 

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from bench_bytes import FREE, LINE, hlo_bytes
+from bench_bytes import hlo_bytes
 from harness.timing import burst, interleaved
 
+from hapsynth.hlo.text import parse
+from hapsynth.hlo.work import FREE
 from hapsynth.lower._collectives import from_blocks, to_blocks
 from hapsynth.lower._storage import cut_to, pad_to
 from on_gpu.settings import Row, Settings
@@ -115,6 +117,5 @@ def one(settings: Settings, case: Case, dtype: str, fused: bool, speed: float) -
 
 def opcodes(text: str) -> list[str]:
     """The opcodes of the entry computation but for those that do nothing; a fusion is one."""
-    entry = text[text.index("\nENTRY ") :].split("\n}")[0].splitlines()[2:]
-    found = [match[3] for match in map(LINE.match, entry) if match is not None]
-    return [name for name in found if name not in FREE]
+    module = parse(text)
+    return [i.opcode for i in module.computations[module.entry] if i.opcode not in FREE]

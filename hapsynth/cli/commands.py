@@ -203,7 +203,7 @@ def _in_order(options: argparse.Namespace) -> None:
 def _search(options: argparse.Namespace, session: _Session) -> int:
     if options.advise and options.ratios:
         raise UsageError("--advise is about plans at their own best ratios: leave out --ratios, or --advise")
-    cluster, functions = _cluster(options.cluster), load_target(options.file)
+    cluster, functions = Cluster.load(options.cluster), load_target(options.file)
     if options.function is None and isinstance(functions, Targets):
         return _search_several(options, session, functions, cluster)
     target = picked(functions, options.function)
@@ -293,7 +293,7 @@ def _replanned(options: argparse.Namespace, target: Target, on: Cluster) -> Plan
 
 
 def _compare(options: argparse.Namespace, session: _Session) -> int:
-    cluster, target = _cluster(options.cluster), picked(load_target(options.file), options.function)
+    cluster, target = Cluster.load(options.cluster), picked(load_target(options.file), options.function)
     plan = _planned(options, target, cluster)
     entries = json_records.comparison(plan)
     session.files.write_json(options.json, json_records.compare_record(entries))
@@ -427,10 +427,6 @@ _COMMANDS = {
     "launch": _launch,
     "preflight": _preflight,
 }
-
-
-def _cluster(path: str) -> Cluster:
-    return Cluster.load(path)
 
 
 def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> Plan:

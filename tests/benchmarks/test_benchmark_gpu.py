@@ -15,7 +15,7 @@ import jax
 import modelled_profile
 import numpy as np
 import pytest
-from on_gpu import switch
+from on_gpu import flags, switch
 from on_gpu.one_device import OneStaged, OneSwitch, Steps, one_of, with_shares
 from on_gpu.settings import Row, Settings, fitting, parsed
 from on_gpu.shares import for_two
@@ -119,6 +119,14 @@ def test_flags() -> None:
     (row,) = rows("flags", "combines nothing")
     assert row["skipped"] == "the flags are of XLA's GPU backend"
     assert row["flags"].count("_combine_threshold_bytes=0") == 3
+
+
+def test_collectives_of_other_groups_are_told_apart() -> None:
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
+    example: Any = Namespace(target=lambda: (lambda w, x: w - x.sum(0), (struct(8), struct(8, 8))))
+    two, four = (flags.collectives(example, jax.devices()[:n]) for n in (2, 4))
+    assert two["collectives"] == four["collectives"] == {"all-reduce": 1}
+    assert two["collectives_digest"] != four["collectives_digest"]
 
 
 def test_half_the_batch_where_there_is_no_room() -> None:

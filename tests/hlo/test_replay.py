@@ -183,7 +183,7 @@ def test_of_what_is_only_sliced_or_updated_the_part_is_moved() -> None:
     module = parse(text)
     last = module.computations[module.entry][-1]
     assert Computation(module, module.entry).work(last).nbytes == 32 + 4 + 32
-    assert nbytes("(f32[2,3]{1,0}, pred[4], bf16[])") == 24 + 4 + 2
+    assert nbytes("(f32[2,3]{1,0}, pred[4], bf16[], u32[2,2]{1,0:T(8)}, f8e4m3fn[7])") == 24 + 4 + 2 + 16 + 7
 
 
 @pytest.mark.parametrize(
