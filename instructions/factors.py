@@ -368,10 +368,11 @@ def _orders(triples: Triples) -> Iterable[Triples]:
 
 
 def can_be(placement: Placement, dtype: Any) -> bool:
-    """Booleans have no sum, complex numbers no order, typed keys neither."""
+    """Booleans have no sum, complex numbers no order, typed keys neither. Floats without a zero and a sign have no sum,
+    and their smallest is lost where floats are sent as integers (`lower/_ordered_floats.py`)."""
     if not placement.is_partial:
         return True
-    if is_extended(dtype):
+    if is_extended(dtype) or dtype == jnp.float8_e8m0fnu:
         return False
     if placement == P("sum"):
         return dtype != np.bool_

@@ -44,6 +44,8 @@ def _on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     op, f = local.op, local.factors
     lhs_contract, rhs_contract, lhs_batch, _, ragged, group = _numbers(op)
     lhs, rhs, sizes = operands
+    # Differences of small or unsigned sizes would wrap.
+    sizes = sizes.astype(jnp.int64 if sizes.dtype.itemsize == 8 else jnp.int32)
     if (rows := local.cut(f.operands[0][ragged])) is not None:
         sizes = _rows_of_groups(rows, sizes)
     if (groups := local.cut(_groups(f))) is None:

@@ -78,6 +78,7 @@ case("irfft2", lambda x: jnp.fft.irfft2(x), (2 - 1j) * ints(3, 2, 3).astype(np.c
 
 SIZES = np.array([2, 0, 3], i32)
 case("ragged_dot", lax.ragged_dot, ints(6, 4), ints(3, 4, 2), SIZES)
+case("ragged_dot of unsigned sizes", lax.ragged_dot, ints(6, 4), ints(3, 4, 2), SIZES.astype(u32))
 case(
     "ragged_dot grad",
     jax.grad(lambda x, w, s: (lax.ragged_dot(x, w, s) ** 2).sum(), (0, 1)),
@@ -111,6 +112,8 @@ for name, columns in (("", 2), (" of one block", 1)):
         np.ones((2, 3, 2)).astype(e8),
         np.full((2, columns, 4), 2.0).astype(e8),
     )
+SCALES = np.array([0.5, 2, 2.0**-127, 4]).astype(e8)
+case("scatter_max of scales", lambda s, t: s.at[np.array([2, 0, 1, 0])].max(t), SCALES, SCALES[::-1].copy())
 
 
 def resharded(x: Any) -> Any:
