@@ -40,6 +40,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from hapsynth.instructions.collectives import are_equal
+from hapsynth.instructions.rules.registry import apart
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._ordered_floats import from_ordered, to_ordered
@@ -107,7 +108,7 @@ def psum_scatter(
     if x.nbytes <= gloo.gloo_at_once_bytes * n:
         blocks = all_to_all(x, axis, dim, dim, gloo, each, groups)
         return reduce(lax.add, lax.split(blocks, [x.shape[dim] // n] * n, dim))
-    me = _place(axis, groups)
+    me, x = _place(axis, groups), apart(x)
     part = _block(x, me - 1, n, dim)
     for away in range(2, n + 1):
         part = _sent_on(part, axis, 1, gloo, each, groups) + _block(x, me - away, n, dim)
@@ -148,7 +149,7 @@ def all_to_all(
     n = _size(axis, groups)
     if gloo is None or x.nbytes <= gloo.gloo_segment_bytes * n:
         return _swapped(x, axis, split, concat, each, groups)
-    me = _place(axis, groups)
+    me, x = _place(axis, groups), apart(x)
     mine = _block(x, me, n, split)
     made = lax.concatenate([mine] * n, concat)
     for away in range(1, n):

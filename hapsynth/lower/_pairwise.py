@@ -20,6 +20,7 @@ from jax import lax
 from hapsynth.instructions.collectives import Exchanged
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.rules.registry import apart
 from hapsynth.lower._collective_order import Each
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._storage import cut_to, pad_to
@@ -107,7 +108,7 @@ class Pairwise(NamedTuple):
         return all(len(set().union(*cut.rows)) == 1 for cut in (self.old, self.new))
 
     def _evenly_apart(self, here: MeshPosition, x: jax.Array) -> jax.Array:
-        dim, width = self.new.dim, self.new.largest[0]
+        dim, width, x = self.new.dim, self.new.largest[0], apart(x)
         at = (self._placed(here, width, away) for away in range(self.n))
         pieces = [lax.dynamic_slice_in_dim(x, start, width, dim) for start in at]
         return lax.concatenate([piece.reshape(-1) for piece in pieces], 0)

@@ -86,3 +86,20 @@ def test_shards_are_cut_where_they_should(name: str, n: int) -> None:
     (got,) = run(cut_program(fn, args, n), args)
     with jax.disable_jit():
         np.testing.assert_array_equal(got, np.asarray(fn(*map(jnp.asarray, args))))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_pieces_of_a_window_are_cut_where_they_should(n: int) -> None:
+    """Of what was taken too far, for an all-to-all in rounds."""
+    args = np.arange(80, dtype=np.float32).reshape(10, 8), np.int32(9)
+    fn = lambda x, i: lax.dynamic_slice(x, (i, 0), (8, 8), allow_negative_indices=False)
+    graph = trace(fn, args, carry=[]).graph
+    table, (x, i), (op,), (out,) = FactorTable(graph), graph.inputs, graph.ops, graph.outputs
+    triple = next(t for t in table[op.index].triples if t.results == (S(1),))
+    instructions = Compute(op.index, (triple,)), Convert(out, 0, (S(1),), (S(0),), by="pairwise_all_to_all")
+    program = Program((("hap", n),), {x: (S(1),), i: (R,)}, instructions, ((S(0),),))
+    classes = Classes.build(graph, program, table)
+    sizes = Sizes(graph, classes, ((8 // n,) * n,) * len(classes.all))
+    check(graph, program, sizes)
+    (got,) = run(lower(graph, program, sizes, first_devices(n)), args)
+    np.testing.assert_array_equal(got, args[0][2:])
