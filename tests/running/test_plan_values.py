@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_plans import assert_same, floats, make_plan
+from random_plans import assert_same, floats, make_plan, mesh_of
+from slow_devices import thin_cluster
+
+import hapsynth
+from hapsynth.plan import Form
 
 
 def test_x64() -> None:
@@ -134,6 +139,20 @@ def test_closed_over_constants_are_arguments() -> None:
     assert_same(plan(floats(8, 40)), jax.jit(fn)(floats(8, 40)), plan)
     assert len(plan.lower().as_text()) < 20000
     assert plan.check().ok
+
+
+@pytest.mark.parametrize("form", ["switch", "staged"])
+def test_a_constant_outlives_the_state_that_it_is(form: Form) -> None:
+    """A call consumes its state, which the function closes over as well."""
+    w = floats(4)
+    planned = partial(hapsynth.synthesize, mesh=mesh_of(2), cluster=thin_cluster((1, 1)), fixed={"[0]": "R"}, form=form)
+    state = planned(jnp.sin, (w,)).shard(w)
+    fn = lambda w: w - 0.5 * (w - state)
+    want = jax.jit(fn)(0 * w)
+    plan = planned(fn, (state,))
+    plan(state)
+    assert state.is_deleted()
+    assert_same(plan(0 * w), want, plan)
 
 
 @pytest.mark.parametrize(
