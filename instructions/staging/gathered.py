@@ -40,8 +40,8 @@ def gathered(graph: Graph, program: Program, sizes: Sizes, most: int) -> list[In
         middle = (R,)
         if (at, (i.value, middle)) not in whole:
             whole.add((at, (i.value, middle)))
-            found.append(i._replace(target=middle, by=""))
-        waiting.append(i._replace(source=middle, by=""))
+            found.append(i._replace(target=middle, by="", bundle=0))
+        waiting.append(i._replace(source=middle, by="", bundle=0))
     flush()
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,9 +16,14 @@ from lowering_options import SWITCHED, SWITCHED_ALONE
 from slow_devices import first_devices, slow_cluster
 
 import hapsynth
+from hapsynth.graph.trace import trace
 from hapsynth.instructions.collectives import STEPS, Hosts
 from hapsynth.instructions.layout import Layout, P, R, S
-from hapsynth.instructions.program.program import Convert
+from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.program.program import Convert, Program
+from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.staging.gathered import gathered
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower._buckets import Bundle, bundles
 from hapsynth.plan import Form
@@ -218,3 +224,17 @@ def test_uneven_parts_joined_by_a_gather() -> None:
     assert gathers[0] >= gathers[1] + 4
     jax.tree.map(np.testing.assert_array_equal, *results)
     jax.tree.map(np.testing.assert_array_equal, results[0], jax.jit(step)(weights, x, number))
+
+
+def test_what_is_gathered_leaves_its_bundle() -> None:
+    """A small all-to-all between unlike shares becomes a gather, which can't go with the other all-to-all."""
+    large, small = (16, 16), (8, 8)
+    graph = trace(lambda x, y: (x, y), (np.zeros(large, F32), np.zeros(small, F32)), carry=[]).graph
+    exchanged = tuple(Convert(v, 0, (S(0),), (S(1),), bundle=1) for v in graph.inputs)
+    program = Program((("d", 2),), dict.fromkeys(graph.inputs, (S(0),)), exchanged, ((S(1),),) * 2)
+    classes = Classes.build(graph, program, FactorTable(graph))
+    sizes = Sizes(graph, classes, tuple((c.units // 4 * 3, c.units // 4) for c in classes.all))
+    check(graph, program, sizes)
+    found = gathered(graph, program, sizes, most=512)
+    assert [i.step for i in found if isinstance(i, Convert)] == ["all_to_all", "all_gather", "slice"]
+    check(graph, replace(program, instructions=tuple(found)))
