@@ -229,15 +229,15 @@ class _Splitter:
     def region(self, block: Block) -> Loop | Cond:
         graph = self.graph
         edge = [i for i in block.items if _is_boundary(i, graph)]
-        unsure = any(i.op in graph.unsure for i in block.flat() if isinstance(i, Compute))
+        tests = [i for i in block.items if isinstance(i, Block) and graph.regions[i.region].kind == "test"]
+        asks = [i for b in tests for i in b.items if _is_boundary(i, graph)]
+        unsure = any(i.op in graph.unsure for i in (*edge, *asks))
         if graph.regions[block.region].kind == "cond":
             return self.cond(block, edge, unsure)
         carries, slices, stacks = (
             [i for i in edge if graph.ops[i.op].primitive == p] for p in (LOOP_CARRY, SCAN_SLICE, SCAN_STACK)
         )
         source, result = self.operand, self.result
-        tests = [i for i in block.items if isinstance(i, Block) and graph.regions[i.region].kind == "test"]
-        asks = [i for b in tests for i in b.items if _is_boundary(i, graph)]
         return Loop(
             region=graph.regions[block.region],
             initial=tuple(self.initial(i) for i in carries),

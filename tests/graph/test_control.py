@@ -21,6 +21,7 @@ from hapsynth.graph.trip_counts import with_counts
 from hapsynth.instructions.layout import P, R, S
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, Convert, Program, ProgramError, nested, region_of
+from hapsynth.instructions.staging.stages import Cond, Loop
 from hapsynth.plan import Plan
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import instruction_costs, largest_share
@@ -179,6 +180,21 @@ def test_decisions_of_floats_are_made_uniform() -> None:
         text = plan.lower().as_text()
         reduced = re.findall(r"stablehlo\.all_reduce.*?\n.*?\n.*?maximum", text)
         assert bool(reduced) == (not sure), name
+
+
+def test_what_integers_decide_around_a_decision_of_floats_is_not_agreed_on() -> None:
+    def fn(x: Any, n: Any) -> Any:
+        inner = lambda v: lax.cond(v.sum() > 0, jnp.sin, jnp.cos, v)
+        x = lax.cond(n > 0, inner, jnp.tanh, x)
+        x = lax.fori_loop(0, n, lambda i, v: inner(v), x)
+        return lax.scan(lambda v, _: (inner(v), None), x, length=2)[0]
+
+    args = np.ones(4, np.float32), 2
+    plan = planned(fn, args, "two")
+    around = [step for step in plan.lowered.steps if isinstance(step, Cond | Loop)]
+    within = [step for s in around for part in (s.branches if isinstance(s, Cond) else [s.body]) for step in part]
+    assert [step.unsure for step in around] == [False] * 3
+    assert [step.unsure for step in within if isinstance(step, Cond)] == [True] * 3
 
 
 def test_programs_survive_their_file(tmp_path: Any) -> None:
