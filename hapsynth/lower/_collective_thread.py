@@ -62,12 +62,10 @@ class OverlappedCall:
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.is_over = False
-        self._handed_over: list[Transfer] = []
 
     def start(self, run: Callable[..., Sequence[Any]], operands: Sequence[Any]) -> Transfer:
         """Hand a collective over. It consumes its operands, of which nobody else may hold any."""
         transfer = Transfer(self, run, operands)
-        self._handed_over.append(transfer)
         _hand_over(transfer)
         return transfer
 
@@ -75,8 +73,8 @@ class OverlappedCall:
         """Start none of the others, and wait for the end of the one that runs: another collective beside it, of
         whatever comes after an error, would be another order than that of other processes."""
         self.is_over = True
-        for transfer in self._handed_over:
-            transfer.ends()
+        # What is handed over last ends last; it does nothing.
+        self.start(tuple, ()).ends()
 
 
 _queue: SimpleQueue[Transfer] = SimpleQueue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from hapsynth import _jax
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.checker import check
 from hapsynth.lower import Staged, lower_staged
-from hapsynth.lower._collective_thread import Transfer
+from hapsynth.lower._collective_thread import OverlappedCall, Transfer
 from hapsynth.lower._host_schedule import CollectiveStage, HostLoop, LocalStage
 from hapsynth.lower._staged_form import Run
 from hapsynth.running.form import Form, no_overlap
@@ -237,6 +238,16 @@ def test_an_error_in_a_stage_is_raised_when_the_collective_under_way_has_ended(m
     assert all(ended)
     monkeypatch.undo()
     assert_close(results(staged, leaves), want)
+
+
+def test_what_was_handed_over_is_freed_at_once() -> None:
+    call = OverlappedCall()
+    first, last = (call.start(tuple, ()) for _ in range(2))
+    # By then the thread has dropped the first.
+    last.wait()
+    held = weakref.ref(first)
+    del first, last, call
+    assert held() is None
 
 
 def test_a_gradient_is_sent_before_the_next_is_computed() -> None:
