@@ -139,11 +139,6 @@ def orders(axes: tuple[int, ...], of: int) -> tuple[tuple[int, ...], ...]:
     return tuple(o for o in permutations(axes) if all((a - b) % of == 1 for a, b in pairwise(o)))
 
 
-def nests(layout: Layout) -> bool:
-    """Whether the axes that cut each dimension do so in one of their `orders`."""
-    return all(by in orders(tuple(sorted(by)), len(layout)) for _, by, _ in cuts_of(layout))
-
-
 def minors(groups: Iterable[Sequence[int]], of: int) -> Iterator[dict[int, int]]:
     """The mesh axes of each group in each of their `orders`: each time axis -> its place in its group."""
     for chosen in product(*(orders(tuple(axes), of) for axes in groups)):

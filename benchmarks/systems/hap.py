@@ -24,8 +24,9 @@ from scipy.optimize import minimize_scalar
 from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement
-from hapsynth.instructions.program.sizes import Node, cut_nodes
+from hapsynth.instructions.program.sizes import Node
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
+from hapsynth.instructions.rules.factor_table import cut_nodes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Largest, Shares
 from hapsynth.search.cost.program_cost import program_cost

@@ -8,8 +8,9 @@ from math import fsum
 
 from hapsynth._quantities import counted, percent
 from hapsynth.instructions.program.program import Compute, Program
-from hapsynth.instructions.program.sizes import Sizes, cut_nodes
+from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
+from hapsynth.instructions.rules.factor_table import cut_nodes
 from hapsynth.instructions.rules.registry import flops_of
 from hapsynth.report.tables import device_groups, span
 from hapsynth.search.planning.baselines import Baselines

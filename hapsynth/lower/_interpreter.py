@@ -16,16 +16,19 @@ from hapsynth.graph.ir import Graph, Literal
 from hapsynth.instructions.factors import Cut, Local, ruled
 from hapsynth.instructions.layout import cut_axes, way_of
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Property, reads, writes
-from hapsynth.instructions.program.sizes import Node, Sizes, cut_nodes, layout_nodes
+from hapsynth.instructions.program.sizes import Node, Sizes, layout_nodes
 from hapsynth.instructions.rules import execute
-from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.rules.factor_table import FactorTable, cut_nodes
 from hapsynth.instructions.rules.registry import apart, identity
 from hapsynth.instructions.staging.padded import behind, is_uneven
-from hapsynth.instructions.staging.stages import CHEAP, factor_shares
+from hapsynth.instructions.staging.stages import factor_shares
 from hapsynth.lower._control_flow import Env
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._scopes import scope_of, scope_of_step
 from hapsynth.lower._storage import pad_to, with_length
+
+_FORM = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
+"""Ops that change but the form of what they take."""
 
 
 @dataclass(eq=False)
@@ -93,7 +96,7 @@ class Interpreter:
             op = self.graph.ops[self.graph.producer[value]]
             if op.name in ("dynamic_slice", "gather"):
                 return True
-            if op.name not in CHEAP or len(op.value_operands) != 1:
+            if op.name not in _FORM or len(op.value_operands) != 1:
                 return False
             value = op.value_operands[0][1]
         return False

@@ -12,13 +12,9 @@ import numpy as np
 
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import Hosts
-from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cuts_of, owner_of
 from hapsynth.instructions.program.program import Compute, Program, ProgramError
-from hapsynth.instructions.rules.factor_table import FactorTable
-
-Node = tuple[int, int, tuple[int, ...], int]
-"""(value, dimension, the mesh axes that cut it, major to minor, which way they cut it: `Placement.way`)"""
+from hapsynth.instructions.rules.factor_table import FactorTable, Node
 
 
 class UnionFind:
@@ -72,14 +68,6 @@ class UnionFind:
                 a, b = b, a
             self.parent[b] = a
             self.units[a] = gcd(self.units[a], self.units[b])
-
-
-def cut_nodes(graph: Graph, op: int, factors: Factors, triples: Triples) -> Iterator[tuple[int, list[Node]]]:
-    """(factor, the dimensions that it cuts, operands first) for every factor that the triples of an op cut."""
-    tensors = (*graph.ops[op].operands, *graph.ops[op].results)
-    for factor, axes, places, ways in factors.cuts(triples):
-        held = zip(places, ways, strict=True)
-        yield factor, [(v, dim, axes, way) for (place, dim), way in held if isinstance(v := tensors[place], int)]
 
 
 def cut_name(dim: int, way: int) -> str:

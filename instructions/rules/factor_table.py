@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -11,9 +12,18 @@ from hapsynth.graph.ir import Graph, Literal, Op
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.rules import factors_of
 
-Cut = tuple[tuple[int, tuple[tuple[int, int, tuple[int, ...], int], ...]], ...]
-"""Of every factor that an op's triples cut: its size, and the dimensions that it cuts, operands first: (value,
-dimension, the mesh axes that cut it, which way) of each."""
+Node = tuple[int, int, tuple[int, ...], int]
+"""(value, dimension, the mesh axes that cut it, major to minor, which way they cut it: `Placement.way`)"""
+Cut = tuple[tuple[int, tuple[Node, ...]], ...]
+"""Of every factor that an op's triples cut: its size, and the dimensions that it cuts, operands first."""
+
+
+def cut_nodes(graph: Graph, op: int, factors: Factors, triples: Triples) -> Iterator[tuple[int, list[Node]]]:
+    """(factor, the dimensions that it cuts, operands first) for every factor that the triples of an op cut."""
+    tensors = (*graph.ops[op].operands, *graph.ops[op].results)
+    for factor, axes, places, ways in factors.cuts(triples):
+        held = zip(places, ways, strict=True)
+        yield factor, [(v, dim, axes, way) for (place, dim), way in held if isinstance(v := tensors[place], int)]
 
 
 class FactorTable:
@@ -43,13 +53,9 @@ class FactorTable:
         key = op, id(triples)
         found = self._cut.get(key)
         if found is None:
-            factors, tensors = self[op], (*self.graph.ops[op].operands, *self.graph.ops[op].results)
-            cut: list[tuple[int, tuple[tuple[int, int, tuple[int, ...], int], ...]]] = []
-            for factor, axes, places, ways in factors.cuts(triples):
-                held = [(tensors[place], dim, way) for (place, dim), way in zip(places, ways, strict=True)]
-                nodes = tuple([(v, dim, axes, way) for v, dim, way in held if isinstance(v, int)])
-                cut.append((factors.sizes[factor], nodes))
-            found = self._cut[key] = triples, tuple(cut)
+            factors = self[op]
+            cut = cut_nodes(self.graph, op, factors, triples)
+            found = self._cut[key] = triples, tuple([(factors.sizes[f], tuple(nodes)) for f, nodes in cut])
         return found[1]
 
 

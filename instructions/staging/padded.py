@@ -17,9 +17,9 @@ from hapsynth.graph.ir import Graph
 from hapsynth.instructions.factors import Factors
 from hapsynth.instructions.layout import Reduction
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, reads, writes
-from hapsynth.instructions.program.sizes import Node, Sizes, cut_nodes, layout_nodes
+from hapsynth.instructions.program.sizes import Node, Sizes, layout_nodes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
-from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.rules.factor_table import FactorTable, cut_nodes
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
 from hapsynth.instructions.staging.options import LoweringOptions
 

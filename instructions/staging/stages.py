@@ -31,9 +31,6 @@ from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.staging.padded import padded
 from hapsynth.instructions.staging.rematerialize import needed_of, producers, remade
 
-# Made anew in every branch rather than passed into it: they cost nothing there and fuse with what reads them.
-CHEAP = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims", "transpose")
-
 
 @dataclass(frozen=True, eq=False)
 class Stage:
@@ -323,7 +320,7 @@ def _stage(
 
 
 def _is_cheap(graph: Graph, i: Instruction) -> bool:
-    return isinstance(i, Compute) and (is_fusible(graph.ops[i.op]) or graph.ops[i.op].name in CHEAP)
+    return isinstance(i, Compute) and is_fusible(graph.ops[i.op])
 
 
 def _branches(

@@ -28,8 +28,8 @@ from hapsynth.graph.ir import Boundary, Graph, Op
 from hapsynth.instructions.collectives import Collective, Hosts, step_between, steps_between
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cut_dims, cuts_of, owner_of
-from hapsynth.instructions.program.sizes import Node, cut_nodes
-from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.program.sizes import Node
+from hapsynth.instructions.rules.factor_table import FactorTable, cut_nodes
 from hapsynth.instructions.rules.registry import is_fusible
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.analysis.fusion import FusionPlan, launches, materialized, turned

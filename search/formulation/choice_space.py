@@ -26,8 +26,7 @@ from hapsynth.instructions.collectives import step_between
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement, R, Reduction, S
 from hapsynth.instructions.program.program import Access, Compute, reads, writes
-from hapsynth.instructions.program.sizes import cut_nodes
-from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.rules.factor_table import FactorTable, cut_nodes
 from hapsynth.instructions.staging.fusion import widens
 from hapsynth.search.formulation.conversions import LayoutSet
 from hapsynth.search.solver import Ints

@@ -17,7 +17,8 @@ from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.factors import Factors, Triples
 from hapsynth.instructions.layout import Layout, cut_axes, cuts_of, owner_of
-from hapsynth.instructions.program.sizes import Node, cut_nodes
+from hapsynth.instructions.program.sizes import Node
+from hapsynth.instructions.rules.factor_table import cut_nodes
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Shares
 from hapsynth.search.cost.work import Work

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Reduction
-from hapsynth.instructions.program.sizes import cut_nodes
+from hapsynth.instructions.rules.factor_table import cut_nodes
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Interned, Owners, Restriction
 from hapsynth.search.formulation.conversions import LayoutSet

@@ -34,8 +34,9 @@ from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, Placement, R, S
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Program
-from hapsynth.instructions.program.sizes import Classes, Node, Sizes, cut_nodes
+from hapsynth.instructions.program.sizes import Classes, Node, Sizes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
+from hapsynth.instructions.rules.factor_table import cut_nodes
 from hapsynth.instructions.rules.registry import flops_of
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats

@@ -14,12 +14,17 @@ import numpy as np
 from hapsynth.graph.ir import COND_JOIN, LOOP_CARRY, SCAN_SLICE, SCAN_STACK, Graph, Op
 from hapsynth.instructions.collectives import Hosts, axis_between, steps_between
 from hapsynth.instructions.factors import Triples, can_be
-from hapsynth.instructions.layout import Layout, O, P, Placement, R, S, is_consistent, nests
+from hapsynth.instructions.layout import Layout, O, P, Placement, R, S, cuts_of, is_consistent, orders
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 
 EDGES = (LOOP_CARRY, SCAN_SLICE, COND_JOIN)
+
+
+def nests(layout: Layout) -> bool:
+    """Whether the axes that cut each dimension do so in one of their `orders`."""
+    return all(by in orders(tuple(sorted(by)), len(layout)) for _, by, _ in cuts_of(layout))
 
 
 class RandomProgram:

@@ -20,8 +20,8 @@ from hapsynth.graph.trace import trace
 from hapsynth.instructions.layout import is_partial
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, reads, writes
-from hapsynth.instructions.program.sizes import Classes, cut_nodes
-from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.program.sizes import Classes
+from hapsynth.instructions.rules.factor_table import FactorTable, cut_nodes
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.formulation.choice_space import ChoiceSpace

@@ -25,7 +25,7 @@ import hapsynth
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster, ClusterError
 from hapsynth.graph.trace import trace
-from hapsynth.instructions.layout import nests, orders, parse_layout
+from hapsynth.instructions.layout import orders, parse_layout
 from hapsynth.instructions.program.program import Convert, Program, ProgramError
 from hapsynth.instructions.program.sizes import Classes
 from hapsynth.plan import Form, Plan
@@ -221,8 +221,6 @@ def test_each_axis_has_one_that_cuts_after_it() -> None:
     assert [orders(axes, 3) for axes in ((0, 1), (0, 2), (1, 2))] == [((1, 0),), ((0, 2),), ((2, 1),)]
     assert orders((0, 1, 2), 3) == ((0, 2, 1), (1, 0, 2), (2, 1, 0))
     assert orders((0, 2), 4) == ()
-    assert nests(parse_layout("S(0)/1,S(0),S(1)"))
-    assert not nests(parse_layout("S(0),S(0)/1,S(1)"))
 
 
 def test_a_fixed_layout_in_another_order_is_refused() -> None:
