@@ -4,6 +4,9 @@ The order of the program's instructions decides: collectives start in that order
 soon as its operand is there and the one before it has started; those of a bundle of the program are one. What needs
 nothing that arrives is computed in that order too. What does, as an optimizer's update, waits until a collective needs
 it, or to the end, where it goes in the order of the collectives: so nothing waits for the network that need not.
+
+Then all that arrives may be held at once. Where there is no room for that, collectives start, and what takes their
+results is computed, where the program has them.
 """
 
 from __future__ import annotations
@@ -32,11 +35,15 @@ def overlapped(
     arrives: tuple[CollectiveStage, ...],
     steps: Sequence[LocalStep],
     leaves: tuple[CollectiveStage, ...],
+    *,
+    in_order: bool = False,
 ) -> list[LocalStage | CollectiveStage]:
     """Local stages, and collective stages where they start, of steps in none of which a host decides. What `arrives`
-    first; all have arrived at the end, where what `leaves` is handed over."""
-    run = _with_results(graph, _as_needed(graph, _apart(steps)))
-    return _Stages(graph, run, _sent(graph, run), arrives).stages(leaves)
+    first; all have arrived at the end, where what `leaves` is handed over. `in_order`: none starts, and nothing waits,
+    before or after its place among the steps."""
+    alone = _apart(steps)
+    run = _with_results(graph, alone if in_order else _as_needed(graph, alone))
+    return _Stages(graph, run, _sent(graph, run, in_order), arrives).stages(leaves)
 
 
 def _apart(steps: Sequence[LocalStep]) -> list[LocalStep]:
@@ -53,35 +60,46 @@ def _is_sent(graph: Graph, step: LocalStep) -> bool:
 
 
 def _as_needed(graph: Graph, steps: Sequence[LocalStep]) -> list[LocalStep]:
-    """What is made of what arrives, before the first collective that needs it, or at the end, in the order in which the
-    collectives start: nothing else waits."""
+    """What is made of what arrives, before the first collective that needs it or makes again what it takes, or at the
+    end, in the order in which the collectives start: nothing else waits."""
     out: list[LocalStep] = []
-    late: dict[Name, LocalStep] = {}
+    late: dict[int, int] = {}
+    """The places of steps that wait, each with that of the last collective whose results it takes."""
     after: dict[Name, int] = {}
-    """What arrives or is made of that: the number of the last collective that it takes."""
+    """What arrives or is made of that: the place of that collective."""
+    maker: dict[Name, int] = {}
+    readers: dict[Name, list[int]] = {}
 
-    def emit(names: Iterable[Name]) -> None:
-        for name in sorted((name for name in late if name in names), key=after.__getitem__):
-            if step := late.get(name):
-                for made in makes(graph, step):
-                    late.pop(made, None)
-                emit(needs(graph, step))
-                out.append(step)
+    def emit(places: Iterable[int]) -> None:
+        """Those of them that wait, and what they need."""
+        found, waiting = dict[int, int](), [*places]
+        while waiting:
+            place = waiting.pop()
+            if place in late:
+                found[place] = late.pop(place)
+                waiting += [maker[name] for name in needs(graph, steps[place]) if name in maker]
+        out.extend(steps[place] for place in sorted(found, key=lambda place: (found[place], place)))
 
-    for number, step in enumerate(steps):
+    for place, step in enumerate(steps):
         needed, made, sent = needs(graph, step), makes(graph, step), _is_sent(graph, step)
         plain = isinstance(step, Stage | Loop | Cond)
         arriving = [after[name] for name in needed if name in after]
         if plain and arriving:
-            late.update((name, step) for name in ordered(made))
-            after.update((name, max(arriving)) for name in made)
+            late[place] = max(arriving)
+            after.update((name, late[place]) for name in made)
+            maker.update((name, place) for name in made)
+            for name in needed:
+                readers.setdefault(name, []).append(place)
             continue
-        # Slots of a loop are overwritten.
-        emit(needed if plain or sent else {*late})
-        out.append(step)
         if sent:
-            after.update((name, number) for name in made)
-    emit({*late})
+            emit([maker[name] for name in needed | made if name in maker])
+            emit([reader for name in made for reader in readers.pop(name, ())])
+            after.update((name, place) for name in made)
+        elif not plain:
+            # Slots of a loop are overwritten.
+            emit([*late])
+        out.append(step)
+    emit([*late])
     return out
 
 
@@ -121,10 +139,13 @@ def _is_output(name: Name) -> bool:
     return isinstance(name, HostSlot) and name.kind == "output"
 
 
-def _sent(graph: Graph, steps: Sequence[LocalStep]) -> list[tuple[int, CollectiveStage]]:
+def _sent(graph: Graph, steps: Sequence[LocalStep], in_order: bool) -> list[tuple[int, CollectiveStage]]:
     """The collectives in their order, those of a bundle as one stage, each with the place of the step after which it
-    can start. In loops and branches those that follow one another are one, until something needs what they bring."""
+    starts: as soon as it can, or `in_order`. In loops and branches those that follow one another are one, until
+    something needs what they bring."""
     maker: dict[Name, int] = {}
+    reader: dict[Name, int] = {}
+    computed = -1
     brings, is_open = set[Name](), False
     ready: list[int] = []
     runs: list[dict[int, Convert]] = []
@@ -133,9 +154,14 @@ def _sent(graph: Graph, steps: Sequence[LocalStep]) -> list[tuple[int, Collectiv
         is_open &= brings.isdisjoint(needed | made)
         made_at = [maker[name] for name in needed if name in maker]
         # What another collective brings is handed over here, not before.
-        ready.append(max((place if _is_sent(graph, steps[at]) else at for at in made_at), default=-1))
+        waits = [place if _is_sent(graph, steps[at]) else at for at in made_at]
+        # What it makes again was taken before.
+        waits += [reader[name] for name in made if name in reader]
+        ready.append(max([*waits, computed if in_order else -1]))
         maker.update((name, place) for name in made)
+        reader.update((name, place) for name in needed)
         if not isinstance(step, Convert) or not _is_sent(graph, step):
+            computed = place
             continue
         if not (is_open and _is_alike([*runs[-1].values()][-1], step)):
             runs.append({})
@@ -173,7 +199,7 @@ class _Stages:
             self.starting.setdefault(place, []).append(stage)
         self.found: list[LocalStage | CollectiveStage] = []
         self.arrives, self.steps = [*arrives], list[LocalStep]()
-        self.under_way: dict[Name, CollectiveStage] = {}
+        self.under_way: dict[CollectiveStage, set[Name]] = {}
 
     def stages(self, leaves: tuple[CollectiveStage, ...]) -> list[LocalStage | CollectiveStage]:
         self._start(-1)
@@ -182,7 +208,7 @@ class _Stages:
                 self._wait(needs(self.graph, step))
                 self.steps.append(step)
             self._start(place)
-        self._wait(set(self.under_way))
+        self._wait(set[Name]().union(*self.under_way.values()))
         self._close(leaves)
         return self.found
 
@@ -193,16 +219,18 @@ class _Stages:
             self._wait({name for stage in starting for s in stage.steps for name in needs(self.graph, s)})
             self._close(tuple(starting))
             self.found += starting
-            self.under_way |= {name: stage for stage in starting for s in stage.steps for name in makes(self.graph, s)}
+            for stage in starting:
+                self.under_way[stage] = set[Name]().union(*(makes(self.graph, s) for s in stage.steps))
 
     def _wait(self, names: set[Name]) -> None:
         """A stage of its own begins with what has to arrive."""
-        due = list(dict.fromkeys(stage for name, stage in self.under_way.items() if name in names))
+        due = [stage for stage, made in self.under_way.items() if not made.isdisjoint(names)]
         if due:
             if self.steps:
                 self._close()
             self.arrives += due
-            self.under_way = {name: stage for name, stage in self.under_way.items() if stage not in due}
+            for stage in due:
+                self.under_way.pop(stage)
 
     def _close(self, leaves: tuple[CollectiveStage, ...] = ()) -> None:
         if self.arrives or self.steps or leaves:

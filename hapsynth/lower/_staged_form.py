@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from math import inf, prod
 from typing import Any
 
 import jax
@@ -79,7 +80,8 @@ class Staged(LoweredProgram):
     """A program as stages that the host runs one after another; uneven values are stored as `Shards`.
 
     With `overlap` its collectives run on a thread of their own, in the order of the program, while local stages that
-    do not need them go on.
+    do not need them go on. `spare_bytes`: what every device has beside what the program holds in its own order. Where
+    all that is sent and received takes more, it keeps to that order.
 
     A local stage is compiled for each group of this process's devices that are alike, on their exact shapes. A
     collective stage is one function over the whole mesh, on wire shapes that are padded to the largest shard: what is
@@ -87,6 +89,7 @@ class Staged(LoweredProgram):
     """
 
     overlap: bool = False
+    spare_bytes: float = inf
 
     storage = ExactStorage
 
@@ -142,8 +145,18 @@ class Staged(LoweredProgram):
             sources.append((o, layout) if isinstance(o, int) else o)
         last = Copies(tuple(sources), tuple(HostSlot("output", i) for i in range(len(sources))))
         kept = [(v, inputs[v]) for v, donated in zip(graph.inputs, self.donated) if not donated]
-        overlap = overlapped if self.overlap else None
-        return schedule(graph, self.steps, last, [*kept, *((v, inputs[v]) for v in graph.constants)], overlap)
+        kept += [(v, inputs[v]) for v in graph.constants]
+        scheduled = partial(schedule, graph, self.steps, last, kept)
+        if not self.overlap:
+            return scheduled()
+        items = scheduled(overlapped)
+        return items if self._sent_bytes(items) <= self.spare_bytes else scheduled(partial(overlapped, in_order=True))
+
+    def _sent_bytes(self, items: Sequence[Item]) -> float:
+        """What a device sends and receives in all."""
+        wires = self.wires_of([item for item in _flat(items) if isinstance(item, CollectiveStage)])
+        nbytes = lambda x: prod(x.shape) * _jax.itemsize(x.dtype)
+        return sum(nbytes(self.wire(w)) + nbytes(self.arrived(w)) for w in wires)
 
     @cached_property
     def meetings(self) -> ComputeTimer:
@@ -403,10 +416,12 @@ def lower_staged(
     donate: bool = True,
     options: LoweringOptions = DEFAULT,
     overlap: bool = False,
+    spare_bytes: float = inf,
 ) -> Staged:
-    """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does. `overlap`: as of
-    `Staged`."""
-    return Staged(graph, program, sizes, own_mesh(mesh, program.axes), donate, options=options, overlap=overlap)
+    """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does. `overlap`,
+    `spare_bytes`: as of `Staged`."""
+    mesh = own_mesh(mesh, program.axes)
+    return Staged(graph, program, sizes, mesh, donate, options=options, overlap=overlap, spare_bytes=spare_bytes)
 
 
 def _is_scalar(wire: Wire) -> bool:

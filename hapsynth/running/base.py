@@ -247,7 +247,17 @@ class Planned(ABC):
         graph, program, sizes, mesh = self.traced.graph, self.program, self.sizes, self.mesh
         options = self.result.lowering
         if self.form == "staged":
-            return lower_staged(graph, program, sizes, mesh, donate=donate, options=options, overlap=self.overlap)
+            limits, held = self.result.memory_limit_bytes, self.result.memory_bytes
+            return lower_staged(
+                graph,
+                program,
+                sizes,
+                mesh,
+                donate=donate,
+                options=options,
+                overlap=self.overlap,
+                spare_bytes=min(limits[d] - held[d] for d in self.devices),
+            )
         whole = lower if self.form == "switch" else lower_fused
         return whole(
             graph,

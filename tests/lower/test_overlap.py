@@ -6,10 +6,12 @@ import random
 import threading
 import time
 import weakref
+from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from control_cases import CASES
@@ -17,14 +19,19 @@ from example_models import TINY, example, start
 from jax.sharding import Mesh
 from lowered_programs import CASES as PROGRAMS
 from lowered_programs import MODES, SEEDS, assert_close
-from random_programs import RandomProgram
+from random_programs import RandomProgram, floats
 from slow_devices import SPEEDS, first_devices, thin_cluster
 from thoroughness import THOROUGH
 
 import hapsynth
 from hapsynth import _jax
+from hapsynth.graph.ir import Literal
 from hapsynth.graph.trace import trace
+from hapsynth.instructions.layout import R, S
 from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
+from hapsynth.instructions.program.sizes import Classes, Sizes
+from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.lower import Staged, lower_staged
 from hapsynth.lower._collective_thread import OverlappedCall, Transfer
 from hapsynth.lower._host_schedule import CollectiveStage, HostLoop, LocalStage
@@ -83,13 +90,14 @@ DRAWN += [("layers", 4, "skewed"), ("layers", ON_TWO, "zeros")]
 
 
 def assert_right_at_random(fn: Any, args: Any, axes: Any, mode: str, seed: int, devices: int) -> None:
-    """A random program of a function computes with overlap what `jax.jit` does."""
+    """A random program of a function computes with overlap what `jax.jit` does; of one mode in its own order."""
     traced = trace(fn, args)
     maker = RandomProgram(traced.graph, axes, random.Random(seed))
     program = maker.build()
     sizes = maker.sizes(program, mode)
     check(traced.graph, program, sizes)
-    staged = lower_staged(traced.graph, program, sizes, first_devices(devices), overlap=True)
+    spare_bytes = 0 if mode == "zeros" else inf
+    staged = lower_staged(traced.graph, program, sizes, first_devices(devices), overlap=True, spare_bytes=spare_bytes)
     assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
 
 
@@ -238,6 +246,74 @@ def test_an_error_in_a_stage_is_raised_when_the_collective_under_way_has_ended(m
     assert all(ended)
     monkeypatch.undo()
     assert_close(results(staged, leaves), want)
+
+
+def by_rows(fn: Any, args: Any, **options: Any) -> Staged:
+    """Of arrays of six rows, of which each of two devices has three. All arguments but the last are gathered before
+    each op that takes them, and partial results are reduced."""
+    graph = trace(fn, args, carry=[]).graph
+    table, weights, held = FactorTable(graph), {*graph.inputs[:-1]}, dict.fromkeys(graph.inputs, S(0))
+    instructions: list[Instruction] = []
+    for op in graph.ops:
+        for _, v in op.value_operands:
+            if v in weights:
+                instructions.append(Convert(v, 0, (S(0),), (R,)))
+        taken = tuple(R if isinstance(o, Literal) or o in weights else held[o] for o in op.operands)
+        triple = next(t for t in table[op.index].triples if t.operands == taken)
+        instructions.append(Compute(op.index, (triple,)))
+        held.update(zip(op.results, triple.results, strict=True))
+    (out,) = graph.outputs
+    assert isinstance(out, int)
+    if held[out].is_partial:
+        instructions.append(Convert(out, 0, (held[out],), (R,)))
+        held[out] = R
+    program = Program((("hap", 2),), dict.fromkeys(graph.inputs, (S(0),)), (*instructions,), ((held[out],),))
+    classes = Classes.build(graph, program, table)
+    sizes = Sizes(graph, classes, ((3, 3),) * len(classes.all))
+    check(graph, program, sizes)
+    return lower_staged(graph, program, sizes, first_devices(2), overlap=True, **options)
+
+
+def under_way(staged: Staged) -> list[int]:
+    """How many collectives are when each local stage begins."""
+    found, now = list[int](), dict[CollectiveStage, None]()
+    for item in staged.items:
+        if isinstance(item, CollectiveStage):
+            now[item] = None
+        elif isinstance(item, LocalStage):
+            found.append(len(now))
+            for stage in item.arrives:
+                now.pop(stage)
+    assert not now
+    return found
+
+
+def test_where_memory_is_short_collectives_start_where_the_program_has_them() -> None:
+    fn = lambda u, v, w, x: ((x @ u) @ v) @ w
+    args = [floats(6, 6) for _ in range(4)]
+    early, within = (by_rows(fn, args, spare_bytes=nbytes) for nbytes in (1 << 20, 64))
+    assert max(under_way(early)) == 3
+    assert max(under_way(within)) == 1
+    assert_close(results(within, args), [fn(*args)])
+
+
+@pytest.mark.parametrize("fn", [lambda w, x: (x @ w) @ w, lambda w, x: (x @ w.T) @ w.T], ids=["product", "transposed"])
+def test_what_is_gathered_again_was_taken_before(fn: Any) -> None:
+    args = [floats(6, 6), floats(6, 6)]
+    staged = by_rows(fn, args)
+    assert max(under_way(staged)) == 1
+    assert_close(results(staged, args), [fn(*args)])
+
+
+def test_much_may_wait_for_one_collective() -> None:
+    def fn(w: Any, x: Any) -> Any:
+        x = x @ w
+        for _ in range(1000):
+            x = jnp.sin(x)
+        return x.sum()
+
+    staged = by_rows(fn, [floats(6, 6), floats(6, 6)])
+    assert under_way(staged) == [0, 1, 1]
 
 
 def test_what_was_handed_over_is_freed_at_once() -> None:

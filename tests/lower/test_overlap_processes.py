@@ -56,6 +56,8 @@ CODE = (
     plain = hapsynth.synthesize(step, (state, x), mesh, **options)
     plan = Plan(plain.traced, plain.result, plain.cluster, mesh, step, form="staged", overlap=True)
     assert (plain.overlap, plan.overlap) == (False, True), plan.overlap_reason
+    spare = [limit - held for limit, held in zip(plan.result.memory_limit_bytes, plan.memory)]
+    assert plan.lowered.spare_bytes == min(spare) < max(plan.result.memory_limit_bytes)
 
     # Each computes for a while of its own, between any two stages.
     delays = random.Random(me)
