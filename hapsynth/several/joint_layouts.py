@@ -80,8 +80,8 @@ class Weighing:
     def _structure(self, name: str, task: Task) -> ChoiceSpace:
         """Of a function's task on some devices, in which a leaf may lie in every way in which some function would have
         it."""
-        owners, unlike = task.owners, task.costs.unlike_axes
-        key = name, len(task.costs.axes), tuple(owners.items()), unlike
+        owners, agreed_axes = task.owners, task.costs.agreed_axes
+        key = name, len(task.costs.axes), tuple(owners.items()), agreed_axes
         if key not in self._structures:
             cuttable: dict[int, frozenset[int]] = {}
             stored: dict[int, Layout] = {}
@@ -91,7 +91,7 @@ class Weighing:
                     stored[value] = self.fixed[leaf]
             restriction = Restriction(stored, cuttable=cuttable)
             self._structures[key] = ChoiceSpace(
-                task.graph, task.factors, restriction, key[1], owners=owners, unlike=unlike
+                task.graph, task.factors, restriction, key[1], owners=owners, agreed_axes=agreed_axes
             )
         return self._structures[key]
 

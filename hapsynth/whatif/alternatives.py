@@ -57,8 +57,8 @@ class Alternatives:
         for i in plan.program.instructions:
             if isinstance(i, Compute):
                 self.layouts.update((v, i.result_layout(n)) for n, v in enumerate(self.graph.ops[i.op].results))
-        axes, unlike = len(self.model.axes), self.model.unlike_axes
-        structure = ChoiceSpace(self.graph, self.table, axes=axes, owners=self._owners(), unlike=unlike)
+        axes, agreed_axes = len(self.model.axes), self.model.agreed_axes
+        structure = ChoiceSpace(self.graph, self.table, axes=axes, owners=self._owners(), agreed_axes=agreed_axes)
         weights = own_weights(self.model, plan.sizes)
         ratios = Ratios(self.graph, self.table, weights, plan.sizes, self.model.lengths)
         self.ratios = ratios

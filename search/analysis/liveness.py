@@ -104,7 +104,7 @@ class Liveness:
             takers = [self.graph.ops[o] for o, _ in self.graph.uses[v]]
             # A fused chain takes it when it runs, which may be later.
             earlier = [o.index for o in takers if not is_fusible(o) and any(before[r] for r in o.results)]
-            later = [o.index for o in takers if any(follows[r] for r in o.results)]
+            later = [o.index for o in takers if any(follows[r] or (late[r] and not self.stored[r]) for r in o.results)]
             if later:
                 around[v] = earlier[-1] if earlier else None, later[0]
         kept = frozenset(v for v in found.read if late[v])

@@ -162,10 +162,12 @@ class CostModel:
             self._kinds_along[axes] = np.array([number.setdefault(row.tobytes(), len(number)) for row in rows])
         return self._kinds_along[axes]
 
-    @cached_property
-    def unlike_axes(self) -> frozenset[int]:
-        """The mesh axes along which kinds of devices differ."""
-        return frozenset(a for a in range(len(self.axes)) if self.kinds_along((a,)).any())
+    @property
+    def agreed_axes(self) -> frozenset[int]:
+        """The mesh axes along which kinds of devices differ, so that they are to agree on what elements are selected by
+        floats; none where nothing is."""
+        unlike = (a for a in range(len(self.axes)) if self.kinds_along((a,)).any())
+        return frozenset(unlike if self.graph.selections else ())
 
     def tiles_along(self, axes: tuple[int, ...]) -> Ints:
         """int [kinds of positions along some axes]: of the devices at one, the widest tile."""

@@ -176,14 +176,15 @@ class ChoiceSpace:
         *,
         sparing: bool = False,
         owners: Owners | None = None,
-        unlike: frozenset[int] = frozenset(),
+        agreed_axes: frozenset[int] = frozenset(),
     ) -> None:
         """`sparing`: what a value is held as between its op and its only use is a choice too, which matters where
-        memory does. `owners`: the positions along the one axis that may run an op alone. `unlike`: the mesh axes along
-        which devices round differently, so that what selects elements is run by one for all, not by each for itself."""
+        memory does. `owners`: the positions along the one axis that may run an op alone. `agreed_axes`: the mesh axes
+        along which devices round differently, so that what selects elements is run by one for all, not by each for
+        itself."""
         assert axes == 1 or not owners
         self.graph, self.table, self.axes, self.sparing = graph, table, axes, sparing
-        self.owners, self.unlike = owners or {}, unlike
+        self.owners, self.agreed_axes = owners or {}, agreed_axes
         self.restriction = restriction or Restriction()
         self._interned: dict[object, Any] = {}
         self._computes: dict[tuple[int, int], tuple[Compute, Access]] = {}
@@ -205,8 +206,8 @@ class ChoiceSpace:
     def _triples(self, op: int) -> Interned[Triples]:
         factors = self.table[op]
         every = self.once((factors, self.axes), lambda: Interned(factors.joint(self.axes)))
-        if self.unlike and op in self.graph.selections:
-            agreed = lambda: (factors.agreed(t, self.unlike) for t in factors.joint(self.axes))
+        if self.agreed_axes and op in self.graph.selections:
+            agreed = lambda: (factors.agreed(t, self.agreed_axes) for t in factors.joint(self.axes))
             every = self.once((factors, self.axes, "agreed"), lambda: Interned(t for t in agreed() if t is not None))
         owners, whole = self.owners.get(op, ()), factors.owned
         if owners and whole is not None:

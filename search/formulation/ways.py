@@ -30,7 +30,7 @@ class ChoicesInWays(ChoiceSpace):
         assert len(costs.axes) == 1
         self._count = count
         super().__init__(
-            costs.graph, costs.table, restriction, sparing=sparing, owners=owners, unlike=costs.unlike_axes
+            costs.graph, costs.table, restriction, sparing=sparing, owners=owners, agreed_axes=costs.agreed_axes
         )
 
     def _triples(self, op: int) -> Interned[Triples]:

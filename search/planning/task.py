@@ -90,7 +90,7 @@ class Task:
     @cached_property
     def choices(self) -> ChoiceSpace:
         """What a program may choose, at any ratios, where memory is not short."""
-        key = self.options.restriction, len(self.costs.axes), tuple(self.owners.items()), self.costs.unlike_axes
+        key = self.options.restriction, len(self.costs.axes), tuple(self.owners.items()), self.costs.agreed_axes
         if key not in self._choices:
             self._choices[key] = self.choice_space()
         return self._choices[key]
@@ -103,7 +103,7 @@ class Task:
         """A choice space of the task's own; `sparing` where memory is short."""
         given = self.graph, self.factors, self.options.restriction, len(self.costs.axes)
         owners = self._owners(sparing=True) if sparing else self.owners
-        return ChoiceSpace(*given, sparing=sparing, owners=owners, unlike=self.costs.unlike_axes)
+        return ChoiceSpace(*given, sparing=sparing, owners=owners, agreed_axes=self.costs.agreed_axes)
 
     @cached_property
     def owners(self) -> Owners:
