@@ -54,7 +54,7 @@ def wires(
     for t in tensors:
         start, stop = PHASES * (t.start + 1), PHASES * (t.stop + 2)
         if t.start in stages and (t.value, t.layout) in writes(graph, program.instructions[t.start]):
-            start = PHASES * (stages[t.start][1] + 2) - 1
+            start = PHASES * (max(stages[t.start][1], under_way.get(t.start, -1)) + 2) - 1
         if t.stop in stages and t.start < stages[t.stop][0]:
             i = program.instructions[t.stop]
             if isinstance(i, Convert) and (t.value, t.layout) in reads(graph, i):

@@ -8,7 +8,7 @@ place (donation); other inputs and constants live through the whole step. Fused 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -20,7 +20,7 @@ from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import EVEN
 from hapsynth.instructions.layout import Layout
-from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.program import Program, Property
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes
 from hapsynth.instructions.staging.moved_rows import moved, rounds
 from hapsynth.search.analysis.fusion import FusionPlan
@@ -125,11 +125,20 @@ class MemoryProfile:
         return [b._replace(start=start, stop=stop) for b, (start, stop) in zip(own, spans, strict=True)] + sent
 
     def _until_sent(self, buffer: Buffer, tensor: Tensor) -> Buffer:
-        """What a collective sends is there until it ends."""
-        last = self.under_way.get(tensor.stop, tensor.stop)
-        if last == tensor.stop or (tensor.value, tensor.layout) not in self.index.accesses[tensor.stop][0]:
-            return buffer
-        return buffer._replace(stop=self.phases * (last + 2))
+        """What a collective sends is there until it ends, whatever else reads it meanwhile."""
+        mine = (tensor.value, tensor.layout)
+        sent = (i for i in self._sending.get(mine, ()) if tensor.start < i <= tensor.stop)
+        last = max((self.under_way[i] for i in sent), default=tensor.stop)
+        return buffer._replace(stop=max(buffer.stop, self.phases * (last + 2)))
+
+    @cached_property
+    def _sending(self) -> Mapping[Property, Sequence[int]]:
+        """The collectives under way that take each tensor."""
+        found: dict[Property, list[int]] = {}
+        for i in self.under_way:
+            for need in self.index.accesses[i][0]:
+                found.setdefault(need, []).append(i)
+        return found
 
     @cached_property
     def _whole_bytes(self) -> Floats:

@@ -25,7 +25,14 @@ from hapsynth.search.planning.effort import Clock, Effort
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.infeasibility import shortage
 from hapsynth.search.planning.joint_refinement import JointRefinement
-from hapsynth.search.planning.makespan import MakespanSearch, Overlapped, as_it_is, concluded, first_look
+from hapsynth.search.planning.makespan import (
+    MakespanSearch,
+    Overlapped,
+    as_it_is,
+    concluded,
+    first_look,
+    without_what_is_sent,
+)
 from hapsynth.search.planning.resharding import resharded
 from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FixedRatioSearch, Glance
 from hapsynth.search.planning.task import Task
@@ -158,7 +165,7 @@ class Planner:
                 partial(first_look, self._search, best, self._own_ratios(best.sizes)), None
             )
         found = self._makespans and self._makespans.best
-        return found.makespan_s if found else as_it_is(self._search, best).timeline.makespan_s
+        return found.makespan_s if found else without_what_is_sent(self._search, best).timeline.makespan_s
 
     def explore_makespans_on(self, near: float, bar: float) -> float:
         """As `explore_makespans`, from where that ended, until a program takes `near` seconds or less, or all take
@@ -287,10 +294,11 @@ class Planner:
         """The program of the least makespan found, from the best one as a sum of its instructions."""
         task, graph = self.task, self.task.graph
         self.explore_makespans()
-        found = self._concluded(self._makespans, bar) if self._makespans else None
-        own = as_it_is(self._search, best)
+        sought = self._concluded(self._makespans, bar) if self._makespans else None
         # Where memory is short, what is found may have to wait for its gathers longer than the sum's program does.
-        found = own if found is None or own.timeline.makespan_s < found.timeline.makespan_s else found
+        fitting = [each for each in (sought, as_it_is(self._search, best)) if each is not None]
+        found = min(fitting, key=lambda each: each.timeline.makespan_s, default=None)
+        found = found or without_what_is_sent(self._search, best)
         if task.options.fixed_ratios is not None:
             task.options.fixed_ratios.check(found.sizes)
         check(graph, found.program, found.sizes)

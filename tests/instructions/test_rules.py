@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import random
+from collections.abc import Iterable
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +24,8 @@ from hapsynth.instructions.rules import REGISTRY, factors_of
 from hapsynth.instructions.rules.registry import flops_of
 from hapsynth.instructions.testing import simulate
 
+NEWER_JAX = jax.__version_info__ >= (0, 12)
+_FEW = 3
 SEEN: set[str] = set()
 SEEN_JOINT: set[str] = set()
 """Ops that an earlier case has tried already, on one axis and on two."""
@@ -45,8 +50,15 @@ def test_every_triple_is_sound(case: Case):
             continue
         if key(op) not in SEEN or op.name == "gather" or op.name.startswith("scatter"):
             SEEN.add(key(op))
-            tried += filter(is_tried, simulate.trials(op, factors_of(op), operands, owned=True))
+            tried += some(filter(is_tried, simulate.trials(op, factors_of(op), operands, owned=True)))
     simulate.check(tried)
+
+
+def some(trials: Iterable[simulate.Trial]) -> list[simulate.Trial]:
+    """All; on a JAX newer than that of the whole run, which tries what its primitives' parameters are, a few of each
+    op."""
+    every = [*trials]
+    return every if THOROUGH or not NEWER_JAX else random.Random(0).sample(every, min(_FEW, len(every)))
 
 
 def is_tried(trial: simulate.Trial) -> bool:

@@ -57,9 +57,15 @@ class Tried(NamedTuple):
         return self.overlapped.timeline.makespan_s
 
 
-def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped:
-    """The best program of the search by sums, in its own order."""
-    found = _timed(best.program, best.sizes, search) or _timed(best.program, best.sizes, search, runs_on=False)
+def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped | None:
+    """The best program of the search by sums, in its own order; None where what is sent meanwhile does not fit beside
+    it."""
+    return _timed(best.program, best.sizes, search)
+
+
+def without_what_is_sent(search: FixedRatioSearch, best: Candidate) -> Overlapped:
+    """As `as_it_is`, where nothing else fits: of what collectives hold while others are computed nothing is counted."""
+    found = _timed(best.program, best.sizes, search, runs_on=False)
     assert found is not None
     return found
 
@@ -72,8 +78,9 @@ def best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[Tried
     least = np.inf
 
     def is_tried(known: Scheduled) -> bool:
-        same = lambda other: isclose(known.makespan_s, other.makespan_s) or known.candidate.is_like(other.candidate)
-        return any(map(same, tried))
+        # Of two that take as long one may hold less.
+        as_long = any(isclose(known.makespan_s, other.known.makespan_s) for other in fitting)
+        return as_long or any(known.candidate.is_like(other.candidate) for other in tried)
 
     def fit(known: Scheduled) -> None:
         nonlocal least
@@ -123,9 +130,7 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Tried | None:
     return overlapped and Tried(known, candidate.program, None, overlapped)
 
 
-def _timed(
-    program: Program, sizes: Sizes, search: FixedRatioSearch, bound: float = 0.0, *, runs_on: bool = True
-) -> Overlapped | None:
+def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, *, runs_on: bool = True) -> Overlapped | None:
     """A program in its own order; None where it holds too much. `runs_on`: with what collectives hold while others are
     computed."""
     costs = search.task.costs
@@ -135,7 +140,7 @@ def _timed(
     memory = MemoryProfile(costs.graph, program, sizes.classes, costs, under_way)
     if memory.peak(sizes) > search.limit:
         return None
-    return Overlapped(program, sizes, timeline, memory.peaks(sizes), bound, clocks(timeline, costs))
+    return Overlapped(program, sizes, timeline, memory.peaks(sizes), 0.0, clocks(timeline, costs))
 
 
 def under_way_in(timeline: Timeline) -> dict[int, int]:

@@ -14,8 +14,10 @@ from example_models import example
 from slow_devices import SPEEDS, thin_cluster
 
 import hapsynth
+from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.instructions.program.checker import check
-from hapsynth.instructions.program.program import Compute, Program
+from hapsynth.instructions.program.program import Compute, Convert, Program
+from hapsynth.search.analysis.lifetimes import Tensor
 from hapsynth.search.memory.profile import MemoryProfile, peak
 from hapsynth.search.planning.makespan.final_schedule import under_way_in
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
@@ -78,6 +80,33 @@ def test_what_is_sent_is_held_until_it_has_arrived() -> None:
         assert max(plan.memory) <= limit
         later += max(plan.memory) > peak(plan.program, plan.sizes, costs)
     assert later
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_is_under_way_is_counted_once_and_until_it_ends(exact: bool) -> None:
+    """Whatever else reads what is sent; what arrives is in the buffer that was given until then."""
+    plan = planned()
+    graph, program, sizes, costs = plan.traced.graph, plan.program, plan.sizes, plan.cost_model()
+    room = MemoryBudget.of(costs.cluster, exact=exact)
+    costs = costs.on(costs.cluster, room)
+    gathers = [i for i, step in enumerate(program.instructions) if isinstance(step, Convert) and step.is_collective]
+    first, last = gathers[0], len(program.instructions) - 1
+    apart = MemoryProfile(graph, program, sizes.classes, costs)
+    beside = MemoryProfile(graph, program, sizes.classes, costs, {first: last})
+    (sent,), (given,) = apart.index.accesses[first]
+    step = program.instructions[first]
+    for n, tensor in enumerate(beside.tensors):
+        mine, alone = beside.buffers[n], apart.buffers[n]
+        if (tensor.value, tensor.layout) == given:
+            assert mine.start == (alone.start if not exact else beside.phases * (last + 2) - 1)
+        else:
+            assert (mine.start, mine.stop) == (alone.start, alone.stop)
+    assert isinstance(step, Convert)
+    # An argument stays anyway; of what is made the last reader may be before the collective's end.
+    made = Tensor(*sent, first - 1, first + 1)
+    buffer = apart.buffers[0]._replace(stop=apart.phases * (first + 3))
+    assert beside._until_sent(buffer, made).stop == beside.phases * (last + 2)
+    assert apart._until_sent(buffer, made) == buffer
 
 
 def test_no_order_is_sought_once_time_has_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
