@@ -105,6 +105,7 @@ def rounded_apart(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("form", ["switch", "staged"])
 @pytest.mark.parametrize("name", SELECTING)
 def test_unlike_devices_select_the_same(name: str, form: Any) -> None:
@@ -131,13 +132,15 @@ def test_like_devices_select_each_for_itself() -> None:
     assert made == {"equal": {(R,)}, "3:1": {(P("sum"),)}}
 
 
-def test_along_one_of_two_axes() -> None:
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", SELECTING)
+def test_along_one_of_two_axes(name: str) -> None:
     """Hosts are unlike, devices within one alike."""
+    fn, names = SELECTING[name]
     cluster = replace(thin_cluster(SPEEDS["3:1"], 1e6), axes=(("host", 2), ("device", 2)))
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("host", "device"))
-    for fn, names in SELECTING.values():
-        plan = hapsynth.synthesize(fn, given(), mesh, cluster=cluster, leave_out=False)
-        ops = plan.traced.graph.ops
-        selecting = [i for i in plan.program.instructions if isinstance(i, Compute) and ops[i.op].name in names]
-        assert all(i.result_layout(n)[0] != R for i in selecting for n in range(len(ops[i.op].results)))
-        assert plan.check(*given()).ok
+    plan = hapsynth.synthesize(fn, given(), mesh, cluster=cluster, leave_out=False)
+    ops = plan.traced.graph.ops
+    selecting = [i for i in plan.program.instructions if isinstance(i, Compute) and ops[i.op].name in names]
+    assert all(i.result_layout(n)[0] != R for i in selecting for n in range(len(ops[i.op].results)))
+    assert plan.check(*given()).ok
