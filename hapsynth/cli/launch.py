@@ -23,7 +23,7 @@ from hapsynth.jobs.launch import Launch, launch, launched
 from hapsynth.jobs.preflight import check_mesh, preflight
 from hapsynth.plan import Plan
 from hapsynth.rendezvous.address import COORDINATOR, JobError
-from hapsynth.report.tables import table
+from hapsynth.report.tables import discard_stdout, table
 
 
 def launch_command(options: argparse.Namespace) -> int:
@@ -37,7 +37,13 @@ def launch_command(options: argparse.Namespace) -> int:
         command = [sys.executable, *command]
     # Modules imported till now are not looked through at exit: seconds on a machine that is busy, while others wait.
     gc.freeze()
-    return launch(place(options, os.environ), command)
+    status = launch(place(options, os.environ), command)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read it has gone, as `| head` does: the status is the job's, and Python's own at exit another.
+        discard_stdout()
+    return status
 
 
 def place(options: argparse.Namespace, environment: Mapping[str, str]) -> Launch:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -346,12 +347,14 @@ def _signal(number: int) -> str:
 
 
 def _label(label: str, source: IO[str], target: IO[str], last: deque[str]) -> None:
-    with source, suppress(OSError, ValueError):
+    encoding = getattr(target, "encoding", None) or "utf-8"
+    with source:
         for line in source:
             last.append(line.rstrip("\n"))
-            encoding = getattr(target, "encoding", None) or "utf-8"
-            target.write((label + line.rstrip("\n") + "\n").encode(encoding, "backslashreplace").decode(encoding))
-            target.flush()
+            # Where nobody reads it, or the disk is full: what the process prints is still taken from it.
+            with suppress(OSError, ValueError):
+                target.write((label + line.rstrip("\n") + "\n").encode(encoding, "backslashreplace").decode(encoding))
+                target.flush()
 
 
 @contextmanager
@@ -370,6 +373,12 @@ def _signals() -> Generator[list[int]]:
             signal.signal(number, handler)
 
 
+def _listed_gpus(visible: str) -> int:
+    """The devices of CUDA_VISIBLE_DEVICES: CUDA heeds none from the first on that is none, such as -1."""
+    is_device = lambda part: re.fullmatch(r"\s*(\d+|(GPU|MIG)-.+)", part) is not None
+    return len(list(takewhile(is_device, visible.split(","))))
+
+
 def _gpu_shares(processes: int) -> list[str]:
     """Which of the NVIDIA GPUs here each process takes; nothing where there are none, where JAX is told to use none,
     or where the user says it.
@@ -383,7 +392,7 @@ def _gpu_shares(processes: int) -> list[str]:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     nodes = [f for f in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)]
-    gpus = len(nodes) if visible is None else len([part for part in visible.split(",") if part.strip()])
+    gpus = len(nodes) if visible is None else _listed_gpus(visible)
     if gpus % processes:
         raise JobError(
             f"{gpus} GPUs can't be shared evenly by {processes} processes: choose some with CUDA_VISIBLE_DEVICES, or "

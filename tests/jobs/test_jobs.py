@@ -26,12 +26,13 @@ from slow_devices import slow_cluster
 
 import hapsynth
 from hapsynth import _device_memory
+from hapsynth.cli import launch as cli_launch
 from hapsynth.cli.launch import place
 from hapsynth.cli.main import main
 from hapsynth.cli.options import parser
 from hapsynth.jobs import preflight, process_facts
 from hapsynth.jobs.batch_system import Task, started_by
-from hapsynth.jobs.launch import Launch, _label, _signals, launch, launched
+from hapsynth.jobs.launch import Launch, _label, _listed_gpus, _signals, launch, launched
 from hapsynth.jobs.process_facts import _sample, left_out, notices, of_function, plan_fingerprint, problems, software
 from hapsynth.jobs.supervisor import Supervisor
 from hapsynth.rendezvous import meeting
@@ -285,6 +286,13 @@ def test_a_process_that_a_plan_leaves_out_has_nothing_to_compare(monkeypatch: py
 # The launcher.
 
 
+@pytest.mark.parametrize(
+    ("visible", "gpus"), [("-1", 0), ("NoDevFiles", 0), ("", 0), ("1,-1,0", 1), ("0, 1", 2), ("GPU-8f,MIG-8f", 2)]
+)
+def test_gpus_that_are_visible(visible: str, gpus: int) -> None:
+    assert _listed_gpus(visible) == gpus
+
+
 def test_the_environment_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JAX_LOCAL_DEVICE_IDS", "JAX_PLATFORMS"):
         monkeypatch.delenv(name, raising=False)
@@ -446,6 +454,18 @@ def test_output_that_the_terminal_cannot_show() -> None:
     target = io.TextIOWrapper(shown, "ascii")
     _label("[0] ", io.StringIO("loss \u2264 1\nend\n"), target, deque())
     assert shown.getvalue() == b"[0] loss \\u2264 1\n[0] end\n"
+
+
+def test_output_that_nobody_takes_is_still_taken_from_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as target:
+        last = deque[str]()
+        _label("[0] ", io.StringIO("one\ntwo\n"), target, last)
+        assert list(last) == ["one", "two"]
+        monkeypatch.setattr(cli_launch, "launch", lambda *_: 3)
+        monkeypatch.setattr(sys, "stdout", target)
+        assert main(["launch", "train.py"]) == 3
 
 
 def test_output_is_labelled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
