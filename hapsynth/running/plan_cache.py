@@ -16,6 +16,7 @@ import logging
 import numbers
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -139,7 +140,8 @@ class CachedPlan:
 
 
 def _drop_oldest(folder: Path) -> None:
-    entries = list(folder.glob("*.json"))
+    # Nothing else of a folder that is not the cache's alone.
+    entries = [file for file in folder.iterdir() if re.fullmatch(r"[0-9a-f]{32}\.json", file.name)]
     if len(entries) <= _ENTRIES:
         return
     age: dict[Path, float] = {}
