@@ -219,7 +219,10 @@ def mapped(fn: Callable[[Any], Any], leaf: Any) -> Any:
     if not isinstance(leaf, (ShardedArray, jax.Array)):
         return leaf
     mapped_leaf = fn(whole(leaf) if isinstance(leaf, ShardedArray) or leaf.is_deleted() else leaf)
-    mapped_leaf = mapped_leaf if isinstance(mapped_leaf, jax.Array) else np.asarray(mapped_leaf)
+    if not isinstance(mapped_leaf, jax.Array):
+        mapped_leaf = np.asarray(mapped_leaf)
+        # As JAX takes it: NumPy makes float64 of float32 and its own scalars.
+        mapped_leaf = mapped_leaf.astype(jax.dtypes.canonicalize_dtype(mapped_leaf.dtype), copy=False)
     if mapped_leaf.shape != leaf.shape:
         what = f"{leaf.dtype}{list(leaf.shape)}"
         raise ValueError(f"plan.map: the function made shape {mapped_leaf.shape} of {what}; it must keep the shape")

@@ -178,6 +178,7 @@ def test_unshard_and_map(plan: Plan) -> None:
         np.testing.assert_allclose(got, 2 * want)
     half = plan.map(lambda x: x.astype(jnp.bfloat16), placed)
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
+    assert_same(plan.map(lambda x: np.float64(1) * np.asarray(x), placed), state, plan)
     uneven = next(x for x in jax.tree.leaves(placed) if isinstance(x, ShardedArray))
     with pytest.raises(ValueError, match="must keep the shape"):
         plan.map(lambda x: x[:1], uneven)
