@@ -89,8 +89,7 @@ def _traced(plan: Planned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tr
         if a.dtype != b.dtype or len(a.shape) != len(b.shape):
             raise ShapeError(f"argument {path} is {a}, and the plan is for {b}: only sizes may differ")
     for source, target in old.carry:
-        path, out = traced.in_paths[source], graph.outputs[target]
-        result = out if isinstance(out, Literal) else graph.values[out]
+        path, result = traced.in_paths[source], graph.output(target)
         if result.shape != graph.values[graph.inputs[source]].shape:
             raise ShapeError(f"argument {path} is carried state, and its successor has shape {result.shape}")
     # Declared counts of loops and branches hold on; a scan's trips are traced.

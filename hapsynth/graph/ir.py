@@ -232,6 +232,11 @@ class Graph:
         """Inputs that lie on the devices before a call: carried ones, and those that are kept."""
         return frozenset(self.inputs[i] for i in (*(source for source, _ in self.carry), *self.kept))
 
+    def output(self, position: int) -> Value | Literal:
+        """What the function returns there."""
+        out = self.outputs[position]
+        return out if isinstance(out, Literal) else self.values[out]
+
     @property
     def sources(self) -> tuple[int, ...]:
         """Values that no op makes: inputs and constants."""

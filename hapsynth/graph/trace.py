@@ -91,7 +91,9 @@ def trace(
     static: dict[int, Any] = {}
     structs: list[jax.ShapeDtypeStruct] = []
     for i, leaf in enumerate(flat):
-        if is_array_like(leaf) or (hasattr(leaf, "shape") or hasattr(leaf, "dtype")):
+        # Types, such as dtypes, have these as descriptions of their instances.
+        described = hasattr(leaf, "shape") or hasattr(leaf, "dtype")
+        if is_array_like(leaf) or (described and not isinstance(leaf, (type, np.dtype))):
             arrays.append(i)
             structs.append(abstract(leaf, in_paths[i]))
         else:
@@ -208,19 +210,18 @@ def _find_carry(traced: Traced) -> list[tuple[int, int]]:
     Only whole top-level arguments and top-level outputs are matched, so that a step `state, batch -> state, loss`
     ties its state and never a batch to a like-shaped result by chance.
     """
-    graph = traced.graph
     ins = by_head(traced.in_paths)
     whole = list(range(len(traced.out_paths)))
     for members in ins.values():
         # The function returns the state itself, not a tuple with it.
-        if _same(traced, graph, members, whole):
+        if _same(traced, members, whole):
             return list(zip(members, whole))
     outs = by_head(traced.out_paths)
     pairs: list[tuple[int, int]] = []
     taken: set[str] = set()
     for members in ins.values():
         for head, candidates in outs.items():
-            if head not in taken and _same(traced, graph, members, candidates):
+            if head not in taken and _same(traced, members, candidates):
                 taken.add(head)
                 pairs += list(zip(members, candidates))
                 break
@@ -255,15 +256,13 @@ def under(prefix: str, paths: Sequence[str]) -> dict[str, int]:
     return {rest: i for rest, i in rests if not rest or not prefix or rest[0] in "[."}
 
 
-def _same(traced: Traced, graph: Graph, members: list[int], candidates: list[int]) -> bool:
-    if len(members) != len(candidates):
+def _same(traced: Traced, members: list[int], candidates: list[int]) -> bool:
+    graph = traced.graph
+    # Constants alone succeed nothing; some leaves of a state may become constants.
+    if len(members) != len(candidates) or all(isinstance(graph.outputs[o], Literal) for o in candidates):
         return False
     for i, o in zip(members, candidates):
-        out = graph.outputs[o]
-        if not isinstance(out, int):
-            return False
-        a, b = graph.values[graph.inputs[i]], graph.values[out]
-        whole = traced.out_paths[o]
+        a, b, whole = graph.values[graph.inputs[i]], graph.output(o), traced.out_paths[o]
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         if tail_of(traced.in_paths[i]) not in (tail_of(whole), whole):
@@ -285,8 +284,7 @@ def _given_carry(traced: Traced, carry: Sequence[tuple[str, str]]) -> list[tuple
             if rest not in outs:
                 raise TraceError(f"carry ties {source!r} to {target!r}, but no output is at {target + rest!r}")
             path, o = traced.in_paths[i], outs[rest]
-            out, a = graph.outputs[o], graph.values[graph.inputs[i]]
-            b = out if isinstance(out, Literal) else graph.values[out]
+            a, b = graph.values[graph.inputs[i]], graph.output(o)
             if (a.shape, a.dtype) != (b.shape, b.dtype):
                 raise TraceError(
                     f"carry ties {path} of {a.dtype} and shape {a.shape} to an output of shape {b.shape} and {b.dtype}"

@@ -145,7 +145,11 @@ class Storage:
 
     def holds(self, x: jax.Array) -> bool:
         """Whether an array of the logical shape and dtype lies as it is stored, types included."""
-        if not self.is_even or getattr(x, "weak_type", False) != self.weak_type:
+        return self.lies(x) and getattr(x, "weak_type", False) == self.weak_type
+
+    def lies(self, x: jax.Array) -> bool:
+        """Whether an array of the logical shape and dtype lies as it is stored."""
+        if not self.is_even:
             return False
         if _jax.is_extended(self.dtype):
             # JAX writes out in the spec of keys also the dimensions that nothing cuts.

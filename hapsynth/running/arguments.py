@@ -149,6 +149,9 @@ class Arguments:
                 continue
             storage, path = lowered.inputs[position], self.paths[first + i]
             stored = _as_stored(leaf, storage)
+            if stored is None and isinstance(leaf, jax.Array) and storage.lies(leaf):
+                # A constant that a call returned, of a type that is weak unlike the argument's.
+                stored = leaf
             if stored is None:
                 raise ValueError(f"{path} does not lie as the plan keeps it: pass what plan.shard or a call returned")
             yield position, path, storage, stored
@@ -271,7 +274,8 @@ def described(leaf: Any, path: str) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of the value given for an array leaf. Raises TypeError where it is no array."""
     if isinstance(leaf, Tracer):
         raise _jax.InsideTraceError(f"argument {path} is being traced: {_jax.NOT_INSIDE}")
-    if not isinstance(leaf, (bool, int, float, complex)) and not hasattr(leaf, "__array__"):
+    is_array = hasattr(leaf, "__array__") and not isinstance(leaf, type)
+    if not isinstance(leaf, (bool, int, float, complex)) and not is_array:
         raise TypeError(f"argument {path} is {leaf!r}; the plan wants an array there")
     try:
         struct = abstract(leaf, path)

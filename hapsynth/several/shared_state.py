@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hapsynth.graph.ir import Literal
 from hapsynth.graph.trace import Traced, TraceError, by_head, tail_of, under
 
 RESULT = "return"
@@ -113,8 +112,7 @@ def _input(traced: Traced, position: int) -> tuple[tuple[int, ...], Any]:
 
 
 def _output(traced: Traced, position: int) -> tuple[tuple[int, ...], Any]:
-    out = traced.graph.outputs[position]
-    return _described(out if isinstance(out, Literal) else traced.graph.values[out])
+    return _described(traced.graph.output(position))
 
 
 def _parts(leaves: Sequence[Leaf]) -> list[dict[str, int]]:

@@ -300,6 +300,18 @@ def test_drift_of_keys() -> None:
     assert jax.random.key_data(plan.resync(key)).tolist() == [0, 1]
 
 
+def test_drift_of_state_of_which_a_leaf_becomes_a_constant() -> None:
+    """Of a weak type, and the argument's is not."""
+    fn = lambda state, x: ({"w": state["w"] - x.sum(), "n": 0}, x.sum())
+    state, x = {"w": np.ones(8, np.float32), "n": np.int32(3)}, np.ones(8, np.float32)
+    plan = hapsynth.synthesize(fn, (state, x), mesh_of(2), cluster=cluster([SPEED] * 2), leave_out=False)
+    given = plan.shard(state)
+    made, _ = plan(given, x)
+    assert given["w"].is_deleted()
+    assert plan.drift(made).equal
+    assert plan.resync(made)["n"] == 0
+
+
 def test_drift_wants_what_the_plan_keeps(plan: Plan) -> None:
     with pytest.raises(ValueError, match="does not lie as the plan keeps it"):
         plan.drift(step_args()[0])

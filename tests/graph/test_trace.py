@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -91,6 +92,12 @@ def test_carry_is_found_when_the_state_is_all_that_is_returned():
     assert len(traced.graph.carry) == 2
 
 
+def test_state_is_carried_where_a_leaf_of_it_becomes_a_constant():
+    step = lambda state, rate: ({"w": state["w"] * rate, "n": np.int32(0)}, np.float32(0))
+    traced = trace(step, ({"w": struct(3), "n": struct(dtype=jnp.int32)}, struct()))
+    assert traced.graph.carry == ((0, 0), (1, 1))
+
+
 class Results(NamedTuple):
     loss: Any
     step: Any
@@ -146,9 +153,10 @@ def test_effects_are_refused_with_their_line():
 
 def test_constants_are_values_and_functions_are_static():
     table = jnp.arange(1000.0)
-    traced = trace(lambda f, x: f(x) + table[:3], (jnp.sin, struct(3)))
+    kinds = [np.float32, jnp.float32, np.dtype(np.float32)]
+    traced = trace(lambda f, x, kinds: f(x).astype(kinds[0]) + table[:3], (jnp.sin, struct(3), kinds))
     assert len(traced.graph.inputs) == 1
-    assert list(traced.static_leaves.values()) == [jnp.sin]
+    assert list(traced.static_leaves.values()) == [jnp.sin, *kinds]
     assert [v.shape for v in traced.graph.constants.values()] == [(1000,)]
 
 

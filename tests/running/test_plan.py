@@ -198,6 +198,7 @@ BAD: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
     ),
     "dtype": (lambda s, b: ((s, b.astype(np.int32)), {}), TypeError, "argument [1] is int32[7, 6]"),
     "not an array": (lambda s, b: ((s, "batch"), {}), TypeError, "argument [1] is 'batch'"),
+    "a type": (lambda s, b: ((s, np.float32), {}), TypeError, "argument [1] is <class 'numpy.float32'>"),
     "struct": (
         lambda s, b: ((s, jax.ShapeDtypeStruct((7, 6), np.float32)), {}),
         TypeError,
