@@ -259,15 +259,16 @@ class Ops:
             return out
 
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        spec = PartitionSpec()
+        on_mesh = jax.shard_map(run, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        # The text is to say the precision of products itself, wherever it is run.
+        with jax.default_matmul_precision(None):
+            closed, _ = _jax.make_jaxpr(on_mesh if along_axes else run, *structs)
+        inner, consts = _jax.open_jaxpr(closed)
         if along_axes:
-            spec = PartitionSpec()
-            on_mesh = jax.shard_map(run, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
-            outer, _ = _jax.open_jaxpr(_jax.make_jaxpr(on_mesh, *structs)[0])
-            if len(outer.eqns) != 1 or list(outer.eqns[0].invars) != list(outer.invars):
+            if len(inner.eqns) != 1 or list(inner.eqns[0].invars) != list(inner.invars):
                 return None
-            inner, consts = _jax.open_jaxpr(outer.eqns[0].params["jaxpr"])
-        else:
-            inner, consts = _jax.open_jaxpr(_jax.make_jaxpr(run, *structs)[0])
+            inner, consts = _jax.open_jaxpr(inner.eqns[0].params["jaxpr"])
         if consts:
             return None
         if shape[0] == 1 or (shape[0] == -1 and len(inner.outvars) != 1):

@@ -21,6 +21,7 @@ RESULTS: tuple[Array, ...] = ()
 STATIC: dict[str, Any] = {}
 CONSTANTS: tuple[Array, ...] = ()
 CONSTANT_VALUES: tuple[Any, ...] = ()
+X64 = False
 
 
 def body(*shards: Any) -> tuple[Any, ...]:
@@ -99,9 +100,15 @@ def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def _check_width() -> None:
+    if X64 and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+        raise TypeError("the program computes in 64 bits: set jax_enable_x64, as it was when it was planned")
+
+
 def shard(mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
     """The first arguments of the function, stored as `step` takes them. One gives just that, several a tuple, with a
     dict of the keyword arguments last where there are any."""
+    _check_width()
     known = {a.path: a for a in ARGUMENTS}
 
     def stored(path: Any, leaf: Any) -> Any:
@@ -113,8 +120,10 @@ def shard(mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
         a = known[name]
         if np.shape(leaf) != a.shape:
             raise ValueError(f"argument {name} has shape {np.shape(leaf)}, and the program is for {a.shape}")
-        if hasattr(leaf, "dtype") and str(leaf.dtype) != a.dtype:
-            raise TypeError(f"argument {name} is {leaf.dtype}, and the program is for {a.dtype}")
+        # As JAX takes it.
+        dtype = jax.numpy.result_type(leaf)
+        if str(dtype) != a.dtype:
+            raise TypeError(f"argument {name} is {dtype}, and the program is for {a.dtype}")
         return a.pad(leaf, mesh)
 
     given, named = jax.tree_util.tree_map_with_path(stored, (args, kwargs))
@@ -127,6 +136,7 @@ def make_step(mesh: Mesh) -> Callable[..., Any]:
 
     It consumes the arguments that are marked as donated, whose place the results take.
     """
+    _check_width()
     stored = (*ARGUMENTS, *CONSTANTS)
     on_mesh = jax.shard_map(
         body,

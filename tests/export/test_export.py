@@ -152,6 +152,20 @@ def test_two_axes() -> None:
     assert_exports(plan)
 
 
+def test_what_the_configuration_decides_is_in_the_program() -> None:
+    x = np.random.default_rng(0).normal(size=(48, 8))
+    with jax.enable_x64(True), jax.default_matmul_precision("high"):
+        plan = planned(lambda x: x @ (x.T @ x), (x,))
+        assert "lax.Precision.HIGH" in assert_exports(plan, x)
+        made = module(plan)
+        mesh = made.make_mesh()
+        with pytest.raises(TypeError, match=r"argument \[0\] is float32, and the program is for float64"):
+            made.shard(mesh, x.astype(np.float32))
+    for use in (lambda: made.shard(mesh, x), lambda: made.make_step(mesh), plan.to_source):
+        with pytest.raises((TypeError, hapsynth.SourceError), match="computes in 64 bits: set jax_enable_x64"):
+            use()
+
+
 @pytest.mark.usefixtures("rules_of_this_test_only")
 def test_calls_of_the_users_own() -> None:
     def factor(x: Any) -> Any:
@@ -228,6 +242,9 @@ def test_constants_and_trees() -> None:
     given = made.shard(mesh, *args)
     out = made.unshard(step(*given))
     assert_same_bits(out, plan.unshard(plan(*args)))
+    assert_same_bits(made.shard(mesh, args[0], args[1].astype(np.float64))[1], given[1])
+    with pytest.raises(TypeError, match=r"argument \[1\] is int32, and the program is for float32"):
+        made.shard(mesh, args[0], args[1].astype(int))
     with pytest.raises(ValueError, match=r"argument \[2\] is 'sum', and the program is for 'mean' only"):
         step(*given[:2], "sum")
     with pytest.raises(ValueError, match=r"argument \[1\] has shape \(95, 16\), and the program is for \(96, 16\)"):
