@@ -13,8 +13,9 @@ from hapsynth.instructions.program.sizes import Classes, Node, Sizes
 from hapsynth.running.allgather import agreed
 from hapsynth.running.base import P, Planned
 from hapsynth.search.cost.model import CostModel, Floats
+from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.memory.profile import held_by
-from hapsynth.search.scheduling.timeline import step_seconds
+from hapsynth.search.scheduling.timeline import program_timeline
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.ratios import proportional
 from hapsynth.search.sizing.sizer import Sizer
@@ -38,16 +39,19 @@ def resized(plan: P, sizes: Sizes, costs: CostModel, cluster: Cluster, traced: T
     """The plan at these sizes; its bounds do not hold on another cluster or at other shapes."""
     memory = np.zeros(plan.cluster.n)
     memory[list(plan.devices)] = held_by(plan.program, sizes, costs)
+    timeline = program_timeline(plan.program, sizes, costs) if plan.result.overlap else None
     result = replace(
         plan.result,
         sizes=sizes,
-        cost_s=step_seconds(plan.program, sizes, costs, overlap=plan.result.overlap),
+        cost_s=program_cost(plan.program, sizes, costs) if timeline is None else timeline.makespan_s,
         lower_bound_s=0.0,
         joint_lower_bound_s=0.0,
+        ratio_bound_s=0.0,
+        bounds={},
         status="gap",
         memory_bytes=tuple(memory.tolist()),
         with_all_s=None,
-        exposed_communication_s=0.0,
+        exposed_communication_s=0.0 if timeline is None else timeline.exposed_s,
         clocks_s={},
     )
     return plan.with_result(result, cluster, traced)

@@ -126,7 +126,9 @@ def print_certificate(out: Console, plan: Plan) -> None:
         out.print(
             f"exposed        {seconds(r.exposed_communication_s)} in which the device that computes longest waits"
         )
-        out.print(f"busy           {', '.join(f'{name} {seconds(s)}' for name, s in r.clocks_s.items())}")
+        # Of a plan at other sizes there are none.
+        if r.clocks_s:
+            out.print(f"busy           {', '.join(f'{name} {seconds(s)}' for name, s in r.clocks_s.items())}")
     for name, bound, where, gap in (
         ("lower bound", r.lower_bound_s, "at these shard sizes", r.gap),
         ("size bound ", r.ratio_bound_s, "for this program at any shard sizes", r.rounding_gap),

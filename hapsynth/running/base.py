@@ -38,8 +38,7 @@ from hapsynth.search.cost.collective_price import NetworkPrice
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.result import Result
 from hapsynth.search.scheduling.list_schedule import in_scheduled_order
-from hapsynth.search.scheduling.tasks import tasks_of
-from hapsynth.search.scheduling.timeline import Timeline, simulate, step_seconds
+from hapsynth.search.scheduling.timeline import Timeline, program_timeline, step_seconds
 
 
 class AbsentError(AttributeError, ValueError, RuntimeError):
@@ -171,8 +170,7 @@ class Planned(ABC):
     @cached_property
     def timeline(self) -> Timeline:
         """Predicted: when each instruction runs, those that send beside those that compute, in the program's order."""
-        tasks = tasks_of(self.program, self.sizes, self.cost_model())
-        return simulate(tasks, range(len(tasks.machine)))
+        return program_timeline(self.program, self.sizes, self.cost_model())
 
     @property
     def exposed(self) -> tuple[float, ...]:

@@ -75,13 +75,18 @@ def simulate(tasks: TaskGraph, order: Sequence[int]) -> Timeline:
     return Timeline(tasks, order, start, end)
 
 
+def program_timeline(program: Program, sizes: Sizes, costs: CostModel) -> Timeline:
+    """The timeline of a program in its own order."""
+    tasks = tasks_of(program, sizes, costs)
+    return simulate(tasks, range(len(tasks.machine)))
+
+
 def step_seconds(program: Program, sizes: Sizes, costs: CostModel, *, overlap: bool) -> float:
     """What a step takes: with overlap the makespan of the program in its own order, else the sum over its
     instructions."""
     if not overlap:
         return program_cost(program, sizes, costs)
-    tasks = tasks_of(program, sizes, costs)
-    return simulate(tasks, range(len(tasks.machine))).makespan_s
+    return program_timeline(program, sizes, costs).makespan_s
 
 
 @dataclass(frozen=True, eq=False)

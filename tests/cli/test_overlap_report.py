@@ -22,7 +22,7 @@ from hapsynth.plan import Plan
 from hapsynth.report.cost_breakdown import cost_lines, cost_record, print_costs
 from hapsynth.report.explain import Explainer
 from hapsynth.report.json_records import costs_of, search_record
-from hapsynth.report.summary import print_summary
+from hapsynth.report.summary import print_certificate, print_summary
 from hapsynth.report.tables import console
 from hapsynth.report.timeline import print_timeline
 from hapsynth.search.cost.program_cost import feed_costs
@@ -105,6 +105,18 @@ def test_explanations_are_of_sums_and_say_so(plan: Plan, capsys: pytest.CaptureF
     assert re.search(rf"^R +{seconds(2 * total)} +\+{seconds(total)} +\+100.00 %", said, re.M)
     print_costs(console(), plan, lines, 1)
     assert f"in all         {seconds(total)}, one instruction after another" in capsys.readouterr().out
+
+
+def test_at_other_sizes_exposed_is_as_simulated_and_nothing_is_proved(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, batch = mlp_args()
+    other = plan.for_shapes(state, {name: np.tile(x, (2, 1)) for name, x in batch.items()})
+    assert other.result.exposed_communication_s == other.timeline.exposed_s > 0
+    print_certificate(console(), other)
+    text = capsys.readouterr().out
+    assert "size bound     none known" in text
+    assert "busy" not in text
 
 
 def test_a_plan_without_devices_or_in_one_program_records_nothing(plan: Plan) -> None:
