@@ -133,8 +133,8 @@ def _copying(mesh: Mesh, spec: PartitionSpec, axes: tuple[str, ...], weak: bool)
 
 def _of_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The first device's copy, bit for bit: a sum of its bits and of the others' zeros."""
-    if x.dtype == jnp.bool_:
-        return _of_first(x.astype(jnp.uint8), axes).astype(jnp.bool_)
+    if (wide := _of_bytes(x)).dtype != x.dtype:
+        return _of_first(wide, axes).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return lax.complex(_of_first(x.real, axes), _of_first(x.imag, axes))
     bits = _bits(x)
@@ -149,8 +149,16 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, words)
 
 
+def _of_bytes(x: jax.Array) -> jax.Array:
+    """Numbers of at least eight bits: bools as 0 and 1, small numbers as larger ones that keep all their values."""
+    if x.dtype == jnp.bool_ or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8):
+        return x.astype(jnp.int8)
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8:
+        return x.astype(jnp.float32)
+    return x
+
+
 def _parts(x: jax.Array) -> jax.Array:
-    """Numbers that can be subtracted: bools as 0 and 1, complex numbers as two along a last dimension."""
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint8)
+    """Numbers of at least eight bits that can be subtracted: complex ones as two along a last dimension."""
+    x = _of_bytes(x)
     return jnp.stack([x.real, x.imag], -1) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x

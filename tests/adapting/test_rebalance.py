@@ -253,6 +253,9 @@ def test_drift_is_mended_wherever_the_state_is() -> None:
         ("bool", False, True, 1.0),
         ("int32", 2**30, 2**30 + 1, 1.0),
         ("uint8", 3, 250, 247.0),
+        ("int4", -8, 7, 15.0),
+        ("uint2", 3, 1, 2.0),
+        ("float4_e2m1fn", -0.5, 6.0, 6.5),
     ],
 )
 def test_drift_of_every_dtype(dtype: str, value: Any, other: Any, distance: float) -> None:
