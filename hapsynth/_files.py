@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -11,9 +12,14 @@ _PREFIX = 32
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file that is there whole or not at all; OSError where that cannot be done."""
+    """Write a file that is there whole or not at all; OSError where that cannot be done. Links stay links, what is
+    there keeps its permissions, and devices and pipes are written to."""
+    target = resolved(path)
     try:
-        _write_and_rename(Path(path), text)
+        if is_special(target):
+            target.write_text(text, encoding="utf-8")
+        else:
+            _write_and_rename(target, text)
     except OSError as error:
         # Name the file that was asked for, not the temporary one.
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
@@ -26,7 +32,7 @@ def _write_and_rename(target: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, mode_of_new_files())
+        os.chmod(temporary, mode_of(target))
         os.replace(temporary, target)
     except BaseException:
         # Ctrl-C may come after the renaming.
@@ -40,8 +46,20 @@ def temporary_beside(target: Path) -> tuple[int, Path]:
     return handle, Path(name)
 
 
-def mode_of_new_files() -> int:
-    """The permissions that the process's umask leaves to a new file: `mkstemp` gives fewer."""
+def resolved(name: str | os.PathLike[str]) -> Path:
+    """The file itself behind symbolic links, so that replacing it keeps them."""
+    return Path(os.path.realpath(name))
+
+
+def is_special(path: Path) -> bool:
+    """Devices and pipes, such as /dev/null: written to, never replaced."""
+    return path.exists() and not stat.S_ISREG(path.stat().st_mode)
+
+
+def mode_of(path: Path) -> int:
+    """The permissions of a file, or those that the process's umask leaves to a new one: `mkstemp` gives fewer."""
+    if path.exists():
+        return stat.S_IMODE(path.stat().st_mode)
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hapsynth._errors import UsageError
-from hapsynth._files import mode_of_new_files, temporary_beside
+from hapsynth._files import is_special, mode_of, resolved, temporary_beside
 from hapsynth.cli.options import STDOUT
 from hapsynth.report.tables import discard_stdout
 
@@ -27,7 +26,7 @@ class Outputs:
 
     def __init__(self, stdout: IO[str] | None = None, inputs: Iterable[Path] = ()) -> None:
         self._stdout = stdout or sys.stdout
-        self._inputs = {_resolved(path) for path in inputs}
+        self._inputs = {resolved(path) for path in inputs}
         self._temporary: dict[str, Path] = {}
         self.written: list[str] = []
 
@@ -45,14 +44,14 @@ class Outputs:
             return
         if name == STDOUT:
             raise UsageError(f"{option} {name}: --json alone writes to standard output; give a file name")
-        path = _resolved(name)
-        if name in self._temporary or path in map(_resolved, self._temporary):
+        path = resolved(name)
+        if name in self._temporary or path in map(resolved, self._temporary):
             raise UsageError(f"{option} {name}: another output is written to the same file")
-        if path in self._inputs and not _is_special(path):
+        if path in self._inputs and not is_special(path):
             raise UsageError(f"{option} {name}: this command reads that file; give another name")
         if path.is_dir():
             raise UsageError(f"{option} {name}: is a folder; give a file name")
-        if _is_special(path):
+        if is_special(path):
             return
         if not path.parent.is_dir():
             raise UsageError(f"{option} {name}: the folder {path.parent} does not exist")
@@ -77,14 +76,14 @@ class Outputs:
         """Let `save` write the file `name`, claimed before, and put it in its place. UsageError where it can't."""
         if name is None:
             return
-        path = _resolved(name)
+        path = resolved(name)
         try:
             if name not in self._temporary:
                 _write_through(path, save)
             else:
                 temporary = self._temporary[name]
                 save(temporary)
-                os.chmod(temporary, _mode(path))
+                os.chmod(temporary, mode_of(path))
                 os.replace(temporary, path)
                 del self._temporary[name]
             self.written.append(name)
@@ -104,23 +103,9 @@ class Outputs:
             self.write(name, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def _resolved(name: str | Path) -> Path:
-    """The file itself behind symbolic links, so that replacing it keeps them."""
-    return Path(os.path.realpath(name))
-
-
-def _is_special(path: Path) -> bool:
-    """Devices and pipes, such as /dev/null: written to, never replaced."""
-    return path.exists() and not stat.S_ISREG(path.stat().st_mode)
-
-
 def _write_through(path: Path, save: Callable[[Path], object]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         temporary = Path(folder) / "output"
         save(temporary)
         with path.open("wb") as file:
             file.write(temporary.read_bytes())
-
-
-def _mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode) if path.exists() else mode_of_new_files()

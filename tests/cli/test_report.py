@@ -15,6 +15,7 @@ import pytest
 from jax.extend.core import Primitive
 
 from hapsynth._errors import UsageError
+from hapsynth._files import write_text
 from hapsynth._quantities import nbytes, percent, plural, seconds
 from hapsynth.api import synthesize
 from hapsynth.cli.model_file import load_target
@@ -309,6 +310,19 @@ def test_outputs_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     assert target.read_text() == '{\n  "a": 1\n}\n'
     assert target.stat().st_mode & 0o777 == 0o600
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "out.json"]
+
+
+def test_a_text_goes_behind_links_and_into_pipes(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "plan.json", tmp_path / "link.json", tmp_path / "pipe"
+    target.touch(0o600)
+    link.symlink_to(target)
+    write_text(link, "text")
+    assert (link.is_symlink(), target.read_text(), target.stat().st_mode & 0o777) == (True, "text", 0o600)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "text")
+    assert (pipe.is_fifo(), os.read(reader, 9)) == (True, b"text")
+    os.close(reader)
 
 
 def test_a_device_is_written_through(tmp_path: Path) -> None:
