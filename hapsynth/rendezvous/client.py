@@ -16,7 +16,7 @@ from typing import Any
 from hapsynth.rendezvous.address import COORDINATOR, TOKEN, Address, JobError, Timeouts, parse_address
 from hapsynth.rendezvous.coordinator import bear_silence
 from hapsynth.rendezvous.peers import CONNECT_S, Peers, loopback
-from hapsynth.rendezvous.server import PROTOCOL, named
+from hapsynth.rendezvous.server import AT_WORK, PROTOCOL, named
 from hapsynth.rendezvous.wire import HELLO_BYTES, Channel, printable
 
 _KEY = secrets.token_hex(16)
@@ -49,7 +49,7 @@ class Client:
     ) -> None:
         self.rank, self.processes, self.timeouts = rank, processes, timeouts
         self.host, self.pid = socket.gethostname(), os.getpid()
-        self.calls, self.doing = Counter[tuple[int, ...]](), "at work"
+        self.calls, self.doing = Counter[tuple[int, ...]](), AT_WORK
         self.find_doing: Callable[[], str] | None = None
         """Asked at each sign of life, where `doing` does not say it."""
         self._address, self._serves, self._here = address, serves, here
@@ -76,13 +76,16 @@ class Client:
     def __str__(self) -> str:
         return named(self.rank, self.host, self.pid, self._here)
 
-    def gather(self, name: str, value: Any, ranks: Sequence[int], *, patient: bool = False) -> list[Any]:
+    def gather(
+        self, name: str, value: Any, ranks: Sequence[int], *, patient: bool = False, aside: bool = False
+    ) -> list[Any]:
         """The values of all processes in `ranks`, in that order, once all have given theirs: a barrier. `patient`: it
-        waits as long as all of them live.
+        waits as long as all of them live. `aside`: calls may go on meanwhile, made by another thread.
 
         JobError where the job is over.
         """
-        self.say({"gather": name, "ranks": list(ranks), "value": value, "patient": patient})
+        begun: dict[str, Any] = {} if aside else {"calls": list(self.calls.items())}
+        self.say({"gather": name, "ranks": list(ranks), "value": value, "patient": patient, **begun})
         with self._changed:
             self._changed.wait_for(lambda: name in self._values or self._told)
             if name not in self._values:

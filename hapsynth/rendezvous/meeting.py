@@ -37,7 +37,7 @@ from hapsynth.rendezvous.address import (
 )
 from hapsynth.rendezvous.client import PROCESS_0, Client
 from hapsynth.rendezvous.cpu_scheduling import as_batch_work
-from hapsynth.rendezvous.server import INITIALIZING, Server, named, serving_host
+from hapsynth.rendezvous.server import AT_WORK, INITIALIZING, Server, named, serving_host
 
 ENDED = 1
 """Exit status of a process that ends because its job is over."""
@@ -58,6 +58,10 @@ class Meeting:
         self._failed = False
         self._in_call: tuple[int, ...] = ()
         """The processes of the plan whose call has begun and not returned."""
+        self._calls = Counter[tuple[int, ...]]()
+        """Those that have begun, by the processes of the plan, also before this one parted from the others."""
+        self._caller = 0
+        """The thread that makes them."""
         self.held = Counter[tuple[int, ...]]()
         """Meetings, by the processes that met."""
         self._address: Address | None = None
@@ -98,6 +102,7 @@ class Meeting:
             if here[0] == 0 and self._server is None and LAUNCHER not in os.environ:
                 self._serve(where, here[1], timeouts)
             self._client = _client(where, *here, timeouts, self._token)
+            self._client.calls = self._calls
             if self.coordinator is not None:
                 self._client.coordinator_port = parse_address(self.coordinator, COORDINATOR)[1]
         except JobError:
@@ -155,7 +160,7 @@ class Meeting:
             with suppress(JobError):
                 timeouts, token = Timeouts.of(environment), environment.get(TOKEN, "")
                 client = _client(find_address(None, environment), rank, processes, timeouts, token)
-                client.find_doing = _initializing
+                client.find_doing, client.calls = _initializing, self._calls
                 self._client = client
 
         if self._joining is None:
@@ -167,7 +172,9 @@ class Meeting:
         where the job is over."""
         # Counted by the processes that meet: others may have met without this one.
         self.held[ranks] += 1
-        return self.client.gather(f"meeting {self.held[ranks]}", said, ranks, patient=patient)
+        doing = "" if self.client.doing == AT_WORK else f" ({self.client.doing})"
+        aside = self._caller not in (0, threading.get_ident())
+        return self.client.gather(f"meeting {self.held[ranks]}{doing}", said, ranks, patient=patient, aside=aside)
 
     @contextmanager
     def doing(self, what: str) -> Generator[None]:
@@ -177,12 +184,13 @@ class Meeting:
         try:
             yield
         finally:
-            client.doing = "at work"
+            client.doing = AT_WORK
 
     def begin_call(self, ranks: tuple[int, ...]) -> None:
         """A call of a plan of these processes begins."""
         self._in_call = ranks
         self.client.calls[ranks] += 1
+        self._caller = threading.get_ident()
 
     def end_call(self) -> None:
         """The call has returned."""

@@ -1,8 +1,9 @@
 """The rendezvous: a small TCP server that hears of every process and decides when the job is over. `hapsynth launch`
 serves it where process 0 is to run; without it process 0 does.
 
-Each line is a JSON object. A process says `hello` with what it is, `gather` with a name, the processes that take part
-and its value, `beat` with how many calls it has begun of plans of which processes, and `leave`. It is told `welcome`,
+Each line is a JSON object. A process says `hello` with what it is, `gather` with a name, the processes that take part,
+its value and, from the thread that makes its calls, how many it had begun, `beat` with how many it has begun of plans
+of which processes, and `leave`. It is told `welcome`,
 `gathered` with all values, `waiting` with who is missing, `peers` with where the others answer, `beat`, and `over` with
 the reason why the job ends. A launcher says `ended` of a process that has, `stopped` of one that a signal has, and
 `interrupted` of itself. Where a connection carries nothing any more, `again` on a new one is a sign of life,
@@ -16,10 +17,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from itertools import product
 from typing import Any
 
 from hapsynth._quantities import plural
@@ -30,16 +32,22 @@ PROTOCOL = 2
 _NOTICE_S = 30.0
 _STRANGERS = 128
 """Connections that have not said hello; the oldest goes when there are more."""
+AT_WORK = "at work"
 INITIALIZING = "in jax.distributed.initialize"
 _INITIALIZING_S = 5.0
 _CUT = 0.65
 """Of the silence that is borne: for two that don't reach each other, which is noticed seconds after it began."""
 
 
+Calls = dict[tuple[int, ...], int]
+"""How many have begun, by the processes that take part in the plan."""
+
+
 @dataclass(eq=False)
 class Member:
     """A process that has said hello, or the launcher of the processes from `rank` on, `here` of them. `heard`: when, on
-    the server's clock. `calls`: how many it has begun, by the processes that take part in the plan.
+    the server's clock. `calls`: how many it has begun, by the processes that take part in the plan; since when it has
+    begun no other.
 
     One that has `left` makes no more calls, unless it `returns`; it may still wait for the others to end, until its
     connection is `gone`.
@@ -54,12 +62,13 @@ class Member:
     port: int = 0
     answer: str = ""
     here: int = 0
-    calls: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
+    calls: Calls = field(default_factory=Calls)
+    calls_since: float = 0.0
     left: bool = False
     returns: bool = False
     failed: bool = False
     gone: bool = False
-    doing: str = "at work"
+    doing: str = AT_WORK
     doing_since: float = 0.0
 
     @property
@@ -73,11 +82,14 @@ class Member:
 
 @dataclass(eq=False)
 class _Gather:
+    """`calls`: those that who waits had begun, where it makes them in the same thread."""
+
     ranks: tuple[int, ...]
     began: float
     noticed: float
     patient: bool
     values: dict[int, Any] = field(default_factory=dict[int, Any])
+    calls: dict[int, Calls] = field(default_factory=dict[int, Calls])
 
 
 @dataclass(frozen=True)
@@ -261,9 +273,13 @@ class Server:
             member.heard = time.monotonic()
             match said:
                 case {"gather": name, "ranks": ranks, "value": value}:
-                    self._gather(member, str(name), self._ranks(ranks, member), value, said.get("patient") is True)
+                    begun = self._counted(said["calls"], member) if "calls" in said else None
+                    name, patient = printable(name, 200), said.get("patient") is True
+                    self._gather(member, name, self._ranks(ranks, member), value, patient, begun)
                 case {"beat": calls, "doing": doing}:
-                    member.calls = self._counted(calls, member)
+                    counted = self._counted(calls, member)
+                    if counted != member.calls:
+                        member.calls, member.calls_since = counted, member.heard
                     self._heard_doing(member, printable(doing, 200))
                     if not member.here:
                         self._heard_of_peers(member, self._cut, said.get("unreached", ()))
@@ -306,30 +322,34 @@ class Server:
             raise ValueError(said)
         return ranks
 
-    def _counted(self, calls: Sequence[tuple[Sequence[int], int]], member: Member) -> dict[tuple[int, ...], int]:
+    def _counted(self, calls: Sequence[tuple[Sequence[int], int]], member: Member) -> Calls:
         """Those of ranks that there are."""
-        found: dict[tuple[int, ...], int] = {}
+        found: Calls = {}
         for ranks, count in calls:
             with suppress(ValueError, TypeError):
                 found[self._ranks(ranks, member)] = _whole(count)
         return found
 
-    def _gather(self, member: Member, name: str, ranks: tuple[int, ...], value: Any, patient: bool) -> None:
+    def _gather(
+        self, member: Member, name: str, ranks: tuple[int, ...], value: Any, patient: bool, begun: Calls | None
+    ) -> None:
         now = time.monotonic()
         gather = self._gathers.setdefault((name, ranks), _Gather(ranks, now, now, patient))
         gather.values[member.rank] = value
+        if begun is not None:
+            gather.calls[member.rank] = begun
         if len(gather.values) == len(ranks):
             del self._gathers[name, ranks]
             for rank in ranks:
                 self._members[rank].channel.say({"gathered": name, "values": [gather.values[r] for r in ranks]})
             return
-        for other in self._gathers.values():
+        for (others_name, _), other in self._gathers.items():
             # Each waits for one that waits at the other.
             if other is not gather and other.values.keys() & {*ranks} and gather.values.keys() & {*other.ranks}:
-                self._end(
-                    f"{member} comes to a plan of {listed(ranks)}, and others to one of {listed(other.ranks)}: "
-                    "call the same plans in the same order everywhere"
-                )
+                at = f"a plan of {listed(ranks)}, and others to one of {listed(other.ranks)}"
+                if ranks == other.ranks:
+                    at = f"{name}, and others to {others_name}"
+                self._end(f"{member} comes to {at}: call the same plans in the same order everywhere")
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -434,6 +454,8 @@ class Server:
             self._end(f"{', '.join(gone)} has ended, and {here}: every process must make the same calls")
         elif ended:
             self._end(f"{'; '.join(ended)}, and {here}: every process must make the same calls")
+        elif passed := next(self._passed(gather, missing, now), ""):
+            self._end(passed)
         elif never and waited > self.timeouts.join:
             self._end(
                 f"{listed(never)} did not come to the plan within {self.timeouts.join:g} s, where {here}: see whether "
@@ -450,6 +472,20 @@ class Server:
             for rank in gather.values:
                 names = ", ".join(self._named(r) for r in missing)
                 self._members[rank].channel.say({"waiting": names, "seconds": waited})
+
+    def _passed(self, gather: _Gather, missing: Sequence[int], now: float) -> Iterator[str]:
+        """Who is missed and never comes: it has begun a call that comes after this meeting for one who waits in it, and
+        waits in turn for that one. A call that goes on is not waited in: of a plan whose devices send nothing."""
+        others = [self._members[r] for r in missing if r in self._members and not self._members[r].left]
+        for other in others:
+            if now - max(gather.began, other.calls_since) <= self.timeouts.silence:
+                continue
+            for (rank, begun), (ranks, calls) in product(gather.calls.items(), other.calls.items()):
+                if rank in ranks and calls > begun.get(ranks, 0):
+                    yield (
+                        f"{self._named(rank)}, waits after {plural(begun.get(ranks, 0), 'call')} of plans for {other}, "
+                        f"which is in call {calls}: every process must call, save and restore in the same order"
+                    )
 
     def _named(self, rank: int) -> str:
         return f"{self._members[rank]}, {self._members[rank].doing}" if rank in self._members else f"process {rank}"

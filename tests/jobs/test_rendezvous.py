@@ -221,6 +221,60 @@ def test_a_meeting_that_waits_as_long_as_all_live(job: Job, patient: bool) -> No
             meet()
 
 
+WAITS = r"process 0 on .*, saving, waits after 2 calls of plans for process 1 on .*, which is in call 3: every process "
+
+
+@pytest.mark.parametrize(
+    ("begun", "aside", "ago", "ends"),
+    [
+        ((2, 3), False, 2 * LIMIT_S, WAITS),
+        # The other is to come yet, has just gone on, or calls are made by another thread.
+        ((2, 2), False, 2 * LIMIT_S, ""),
+        ((2, 3), False, 0.0, ""),
+        ((2, 3), True, 2 * LIMIT_S, ""),
+    ],
+)
+def test_one_that_waits_for_one_that_has_passed(
+    job: Job, begun: tuple[int, int], aside: bool, ago: float, ends: str
+) -> None:
+    """As where one saves and the others make their next call: both would wait for ever."""
+    port = job.serve()
+    saves, other = clients = [job.join(port, rank) for rank in range(2)]
+    saves.doing = "saving"
+    for client, calls in zip(clients, begun):
+        client.calls[0, 1] = calls
+    meet = lambda client: client.gather("meeting", None, (0, 1), patient=True, aside=aside)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(meet, saves)
+        server = job.server
+        assert server is not None
+        while not server._gathers or [server._members[rank].calls for rank in range(2)] != [c.calls for c in clients]:
+            assert not waiting.done(), waiting.exception()
+            time.sleep(0.01)
+        with server._lock:
+            (gather,) = server._gathers.values()
+            gather.began -= 2 * LIMIT_S
+            server._members[1].calls_since -= ago
+        if ends:
+            assert re.match(ends, job.reason(0))
+            assert isinstance(waiting.exception(LIMIT_S), JobError)
+            return
+        with job.told:
+            assert not job.told.wait_for(lambda: job.reasons, 4 * PATIENT.beat)
+        assert meet(other) == waiting.result(LIMIT_S) == [None, None]
+
+
+def test_one_that_saves_as_the_other_compares_plans(job: Job) -> None:
+    port = job.serve()
+    a, b = job.join(port, 0), job.join(port, 1)
+
+    def meet(client: Client, name: str) -> None:
+        with pytest.raises(JobError, match=r"comes to meeting 5.*, and others to meeting 5.*: call the same"):
+            client.gather(name, 1, [0, 1])
+
+    at_once(lambda: meet(a, "meeting 5 (saving)"), lambda: meet(b, "meeting 5"))
+
+
 def test_a_connection_to_itself_is_none(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     port = job.serve(1)
     connect, tried = socket.create_connection, list[str]()
