@@ -15,7 +15,7 @@ from hapsynth._files import write_text
 from hapsynth.adapting.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.adapting.reshape import Buckets, for_shapes
 from hapsynth.export import in_shardings, out_shardings, source_of
-from hapsynth.jobs import after_call, before_call, check_mesh
+from hapsynth.jobs import after_call, before_call, before_placing, check_mesh
 from hapsynth.lower import Lowered, RecordedCall, Shards, Staged, Storage, unsupported
 from hapsynth.running.arguments import wrap
 from hapsynth.running.base import Planned
@@ -108,6 +108,7 @@ class Plan(Planned, Generic[P, R]):
         """The form that ran, and the stored results that it made."""
         lowered = self.lowered_for(donate)
         leaves = self.arguments.flatten(args, kwargs)
+        before_placing(self, donate)
         stored = self.arguments.place(lowered, leaves)
         before_call(self, stored, donate)
         # What was found there may have changed the form, not how things are stored.

@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth._options import check_count, check_dict, check_gain, check_positive
-from hapsynth.rendezvous.meeting import exchanged
 from hapsynth.running.allgather import gathered
 from hapsynth.running.base import P, Planned
 from hapsynth.running.form import no_overlap
@@ -106,8 +105,6 @@ def autotune(
         for i in order:
             times[i, turn] = list(_timed(plans[names[i]], steps, args, kwargs, clock))
     everyone = _everyone(plans[names[0]])
-    # A process that no plan uses is here long before the others, and no collective waits for so long.
-    exchanged(everyone, None, "timing plans")
     slowest = gathered(everyone, times.ravel()).max(axis=0).reshape(len(names), -1)
     seconds = dict(zip(names, np.median(slowest, axis=1).tolist(), strict=True))
     best = min(names, key=lambda name: seconds[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -23,8 +22,7 @@ from hapsynth.checkpoint.manifest import Box, CheckpointError, Leaf, Manifest, S
 from hapsynth.checkpoint.reader import Reader
 from hapsynth.checkpoint.writer import CHUNK_BYTES, Holders, save
 from hapsynth.lower import Lowered, Shards, Staged, Storage, local_positions, parts
-from hapsynth.rendezvous.meeting import exchanged
-from hapsynth.running.allgather import gathered
+from hapsynth.running.allgather import told
 from hapsynth.running.arguments import Arguments
 from hapsynth.running.process_local_data import ProcessLocalLoader, Slices
 
@@ -208,21 +206,8 @@ def _agreed(mesh: Mesh, what: str, work: Callable[[], Any]) -> list[Any]:
         message, error = {"error": f"{what}: {type(failed).__name__}: {failed}"}, failed
     if mesh.is_multi_process and error is not None:
         message["error"] += f" [process {jax.process_index()} on {socket.gethostname()}]"
-    answers = _told(mesh, message)
+    answers = told(mesh, message, "saving or restoring state")
     wrong = [s["error"] for s in answers if "error" in s]
     if wrong:
         raise CheckpointError(wrong[0]) from error
     return [s["made"] for s in answers]
-
-
-def _told(mesh: Mesh, message: Any) -> list[Any]:
-    """The message of each process, as JSON holds it; all must call."""
-    messages = exchanged(mesh, message, "saving or restoring state")
-    if messages is not None:
-        return messages
-    # A collective instead: of the lengths, then of the texts.
-    text = json.dumps(message).encode()
-    longest = int(gathered(mesh, np.array([len(text)], np.float64)).max())
-    rows = gathered(mesh, np.frombuffer(text.ljust(-(-longest // 8) * 8), np.float64))
-    first = {d.process_index: row for d, row in zip(mesh.devices.flat, rows)}
-    return [json.loads(first[rank].tobytes()) for rank in sorted(first)]

@@ -1,6 +1,6 @@
 """Jobs of many processes: where they meet, what they check before the first step, and how one command starts them."""
 
-from hapsynth.jobs.preflight import PreflightError, after_call, before_call, check_mesh
+from hapsynth.jobs.preflight import PreflightError, after_call, before_call, before_placing, check_mesh
 from hapsynth.rendezvous.address import JobError
 from hapsynth.rendezvous.meeting import connect, exchanged, initialize, met
 
@@ -9,6 +9,7 @@ __all__ = [
     "PreflightError",
     "after_call",
     "before_call",
+    "before_placing",
     "check_mesh",
     "connect",
     "exchanged",

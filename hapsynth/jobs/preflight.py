@@ -60,6 +60,16 @@ def check_mesh(mesh: Any) -> None:
         connect()
 
 
+def before_placing(plan: Planned, donate: bool) -> None:
+    """Called by a plan before it places the arguments of a call: before its first one its processes meet, as what lies
+    on others' devices is gathered by a collective. Raises as `before_call` does."""
+    if plan.mesh is None or not plan.mesh.is_multi_process or not wanted():
+        return
+    if donate not in _checked.get(plan, ()):
+        as_batch_work()
+        meeting.gather(None, ranks_of(plan.mesh))
+
+
 def before_call(plan: Planned, arguments: Sequence[Any], donate: bool) -> None:
     """Called by a plan before each run: checks its job before the first one. Does nothing within one process.
 

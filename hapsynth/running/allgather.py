@@ -1,7 +1,8 @@
-"""A few numbers of every process, in every process; sizes that all agree on."""
+"""What every process says, in every process: messages, a few numbers; sizes that all agree on."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.lower import host_array
+from hapsynth.rendezvous.meeting import exchanged, ranks_of
 from hapsynth.search.cost.model import Floats
 
 
@@ -27,10 +29,30 @@ def _first(mesh: Mesh | None, row: Floats) -> Floats:
 
 
 def gathered(mesh: Mesh, own_row: Floats) -> Floats:
-    """Each process's numbers: float64 [devices of the mesh, numbers]. All processes must call."""
-    if len({d.process_index for d in mesh.devices.flat}) == 1 or not own_row.size:
+    """Each process's numbers: float64 [devices of the mesh, numbers]. All of its processes must call, and wait for one
+    another as long as they live."""
+    ranks = ranks_of(mesh)
+    if len(ranks) == 1 or jax.process_index() not in ranks or not own_row.size:
         return np.tile(own_row, (mesh.size, 1))
-    row = own_row.view(np.uint32)[None]
+    rows = dict(zip(ranks, told(mesh, own_row.tolist(), "comparing numbers"), strict=True))
+    return np.array([rows[d.process_index] for d in mesh.devices.flat], np.float64)
+
+
+def told(mesh: Mesh, message: Any, doing: str) -> list[Any]:
+    """The message of each process of the mesh, in the order of their numbers, as JSON holds it. All must call, and wait
+    for one another as long as they live. `doing`: what the others are told that this process does."""
+    messages = exchanged(mesh, message, doing)
+    if messages is not None:
+        return messages
+    # A collective instead, which waits for 30 s: of the lengths, then of the texts.
+    text = json.dumps(message).encode()
+    longest = int(_collected(mesh, np.array([len(text)], np.uint32)).max())
+    rows = _collected(mesh, np.frombuffer(text.ljust(longest), np.uint8))
+    first = {d.process_index: row for d, row in zip(mesh.devices.flat, rows)}
+    return [json.loads(first[rank].tobytes()) for rank in sorted(first)]
+
+
+def _collected(mesh: Mesh, row: np.ndarray) -> np.ndarray:
+    """The row of each device's process."""
     sharding = NamedSharding(Mesh(mesh.devices.ravel(), ("all",)), PartitionSpec("all"))
-    rows: Any = host_array(jax.make_array_from_callback((mesh.size, row.size), sharding, lambda _: row))
-    return np.ascontiguousarray(rows).view(np.float64)
+    return host_array(jax.make_array_from_callback((mesh.size, row.size), sharding, lambda _: row[None]))

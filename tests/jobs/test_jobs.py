@@ -38,6 +38,7 @@ from hapsynth.jobs.supervisor import Supervisor
 from hapsynth.rendezvous import meeting
 from hapsynth.rendezvous.address import JobError, Timeouts, free_ports, parse_address
 from hapsynth.rendezvous.server import INITIALIZING
+from hapsynth.running import allgather
 
 ROOT = Path(__file__).parents[2]
 FACTS: dict[str, Any] = {
@@ -436,6 +437,44 @@ def test_each_program_of_a_plan_is_compared(monkeypatch: pytest.MonkeyPatch) -> 
     for donate in (True, True, False, True, False):
         preflight.before_call(plan, [], donate)
     assert compared == [True, False]
+
+
+def test_processes_meet_before_the_arguments_of_a_first_call_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[tuple[int, ...]] = []
+    monkeypatch.setattr(preflight, "as_batch_work", lambda: None)
+    monkeypatch.setattr(preflight, "meeting", SimpleNamespace(gather=lambda said, ranks: met.append(ranks)))
+    plan: Any = type("", (), {"mesh": of_processes(0, 1)})()
+    preflight.before_placing(plan, donate=True)
+    preflight._checked.setdefault(plan, set()).add(True)
+    for donate in (True, False):
+        preflight.before_placing(plan, donate)
+    assert met == [(0, 1)] * 2
+
+
+def of_processes(*ranks: int) -> Any:
+    devices = np.array([SimpleNamespace(process_index=rank) for rank in ranks])
+    return SimpleNamespace(devices=devices, size=len(ranks), is_multi_process=len({*ranks}) > 1)
+
+
+def test_numbers_are_told_at_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits as long as all live, and a first collective for 30 s."""
+    monkeypatch.setattr(allgather, "exchanged", lambda mesh, said, doing: [said, [np.inf, -1e-300]])
+    found = allgather.gathered(of_processes(1, 0, 0), np.array([0.1, 2.0]))
+    np.testing.assert_array_equal(found, [[np.inf, -1e-300], [0.1, 2.0], [0.1, 2.0]])
+
+
+def test_a_meeting_says_which_calls_have_begun_before_it_in_the_same_thread() -> None:
+    one, said = meeting.Meeting(), list[tuple[str, bool]]()
+    gather = lambda name, value, ranks, patient, aside: said.append((name, aside))
+    client = one._client = SimpleNamespace(rank=0, processes=1, doing="at work", calls=one._calls, gather=gather)
+    one.gather(None, (0, 1))
+    one.begin_call((0, 1))
+    client.doing = "saving"
+    one.gather(None, (0, 1))
+    saver = threading.Thread(target=one.gather, args=(None, (0, 1)))
+    saver.start()
+    saver.join()
+    assert said == [("meeting 1", False), ("meeting 2 (saving)", False), ("meeting 3 (saving)", True)]
 
 
 def test_what_nohup_has_it_ignore_stays_so() -> None:
