@@ -442,12 +442,6 @@ def cpu_threads() -> int:
     return max(int(threads) if threads.isdecimal() else cores, jax.local_device_count("cpu"))
 
 
-def one_device_sharding() -> Any:
-    """Replication over an abstract mesh of one device."""
-    mesh = jax.sharding.AbstractMesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-
 def is_extended(dtype: Any) -> bool:
     """Typed PRNG keys and their like, which no NumPy dtype describes."""
     return jnp.issubdtype(dtype, jax.dtypes.extended)

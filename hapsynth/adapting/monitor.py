@@ -24,7 +24,7 @@ import numpy as np
 from hapsynth._options import check_count, check_gain
 from hapsynth.adapting.probe import Probe
 from hapsynth.adapting.rebalance import THRESHOLD, Proposal, busy_seconds, propose
-from hapsynth.lower import Staged
+from hapsynth.lower import Staged, local_numbers
 from hapsynth.lower._compute_timer import ComputeTimer
 from hapsynth.running.allgather import gathered
 from hapsynth.running.base import P, Planned
@@ -149,8 +149,7 @@ class Monitor(Generic[P]):
             jax.block_until_ready(results)
             return self._probe.slowdown(self.probe_s)
         assert self.plan.mesh is not None
-        own = [d.process_index == jax.process_index() for d in self.plan.mesh.devices.flat]
-        predicted = float(busy_seconds(self.plan)[own].max())
+        predicted = float(busy_seconds(self.plan)[local_numbers(self.plan.mesh)].max())
         return statistics.median(seconds) / predicted if predicted else 1.0
 
 

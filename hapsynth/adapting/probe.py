@@ -8,13 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from hapsynth import _jax
 from hapsynth.adapting.rebalance import busy_seconds
 from hapsynth.graph.ir import Boundary
 from hapsynth.instructions.program.program import Compute, reads, writes
-from hapsynth.lower import Interpreter, IsolatedProgram, MeshPosition, ones, waits
+from hapsynth.lower import Interpreter, IsolatedProgram, MeshPosition, local_numbers, local_positions, ones, waits
 from hapsynth.running.base import Planned
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import device_seconds
@@ -32,11 +31,7 @@ class Probe:
         assert plan.mesh is not None
         self.plan, self._clock = plan, clock
         costs = plan.cost_model()
-        own_devices = [
-            (int(np.ravel_multi_index(at, plan.mesh.devices.shape)), at, d)
-            for at, d in np.ndenumerate(plan.mesh.devices)
-            if d.process_index == jax.process_index()
-        ]
+        own_devices = [*zip(local_numbers(plan.mesh), local_positions(plan.mesh), plan.mesh.local_devices, strict=True)]
         self._runs: list[Run] = []
         self.predicted_s = 0.0
         """Of the slowest of the devices, which work at the same time."""

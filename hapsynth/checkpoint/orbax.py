@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
 from orbax.checkpoint import future, type_handlers
 
@@ -45,11 +44,6 @@ def registry() -> Any:
     others = (jax.Array, np.ndarray, np.number, int, float, str)
     handlers = [(kind, type_handlers.get_type_handler(kind)) for kind in others]
     return type_handlers.create_type_handler_registry((ShardedArray, Handler()), *handlers)
-
-
-def checkpointer() -> Any:
-    """A `ocp.Checkpointer` of pytrees with `ShardedArray`s: `.save(path, state)`."""
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry()))
 
 
 def _held(x: ShardedArray) -> list[tuple[Box, np.ndarray]]:

@@ -1,7 +1,7 @@
 """A program to a function of stored arrays (DESIGN D1, D2): in switch form, in staged form or in fused form."""
 
 from hapsynth.lower._device_groups import Positions, alike, unlike_in_process
-from hapsynth.lower._exact_storage import ExactStorage, Shards, local_positions, parts
+from hapsynth.lower._exact_storage import ExactStorage, Shards, local_numbers, local_positions, parts
 from hapsynth.lower._fused_form import Fused, lower_fused
 from hapsynth.lower._interpreter import Interpreter
 from hapsynth.lower._isolated import IsolatedProgram, ones, waits
@@ -31,6 +31,7 @@ __all__ = [
     "compile_with",
     "host_array",
     "is_pinned",
+    "local_numbers",
     "local_positions",
     "lower",
     "lower_fused",

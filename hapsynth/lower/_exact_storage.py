@@ -22,6 +22,11 @@ def local_positions(mesh: Mesh) -> list[tuple[int, ...]]:
     return [at for at, device in places if device.process_index == here]
 
 
+def local_numbers(mesh: Mesh) -> list[int]:
+    """This process's devices, by their numbers in the mesh, row-major."""
+    return [int(np.ravel_multi_index(at, mesh.devices.shape)) for at in local_positions(mesh)]
+
+
 def parts(x: Any) -> list[Any]:
     """What is stored as one array for each of this process's devices, in mesh order."""
     if isinstance(x, Shards):

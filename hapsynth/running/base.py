@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from typing import Any, Self, TypeVar
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth._warn import OverlapWarning, warn_user
@@ -26,7 +25,7 @@ from hapsynth.lower import (
     Lowered,
     Staged,
     is_pinned,
-    local_positions,
+    local_numbers,
     lower,
     lower_fused,
     lower_staged,
@@ -266,7 +265,7 @@ class Planned(ABC):
             options=options,
             latencies=self.latencies,
             scheduled=self.overlap or self.result.overlap,
-            memory_limit_bytes=min(self.result.room.limits[d] for d in _local_devices(mesh)),
+            memory_limit_bytes=min(self.result.room.limits[d] for d in local_numbers(mesh)),
         )
 
     @property
@@ -275,7 +274,7 @@ class Planned(ABC):
         mesh = self.mesh
         if mesh is None or not (mesh.is_multi_process and is_pinned(mesh.devices.flat[0].platform)):
             return None
-        kind = self.used.devices[_local_devices(mesh)[0]]
+        kind = self.used.devices[local_numbers(mesh)[0]]
         return partial(latency_profile, kind=kind, price=NetworkPrice(self.used, self.program.axes))
 
     @property
@@ -354,8 +353,3 @@ class Planned(ABC):
         mesh = self.mesh if mesh is None else mesh
         options: dict[str, Any] = {"donate": self._donate, "form": form or self._asked, "overlap": self._asked_overlap}
         return type(self)(traced or self.traced, result, cluster, mesh, self.fn, **options)
-
-
-def _local_devices(mesh: Mesh) -> list[int]:
-    """This process's devices, by their places in a mesh, row-major."""
-    return [int(np.ravel_multi_index(place, mesh.devices.shape)) for place in local_positions(mesh)]

@@ -137,12 +137,12 @@ def relative_error(got: Any, want: Any, floor: float = 0.0) -> float:
         return float("inf")
     if _jax.is_extended(want.dtype):
         got, want = jax.random.key_data(got), jax.random.key_data(want)
-    if not _is_inexact(want.dtype):
+    if not _jax.is_inexact(want.dtype):
         return 0.0 if np.array_equal(got, want) else float("inf")
     a, b = _wide(got), _wide(want)
-    finite = np.isfinite(b)
-    if not np.array_equal(np.isfinite(a), finite) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+    if not _is_finite_alike(a, b):
         return float("inf")
+    finite = np.isfinite(b)
     scale = max(float(np.max(np.abs(b[finite]), initial=0.0)), floor) + float(jax.numpy.finfo(want.dtype).tiny)
     return float(np.max(np.abs(a[finite] - b[finite]), initial=0.0) / scale)
 
@@ -318,7 +318,11 @@ def _alike(got: Any, want: Any) -> bool:
     """Whether a leaf is off by amounts: of the same type, and finite and infinite at the same places."""
     if got.shape != want.shape or got.dtype != want.dtype or _jax.is_extended(want.dtype):
         return False
-    a, b = _wide(got), _wide(want)
+    return _is_finite_alike(_wide(got), _wide(want))
+
+
+def _is_finite_alike(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether numbers are finite at the same places, and the same elsewhere."""
     finite = np.isfinite(b)
     return np.array_equal(np.isfinite(a), finite) and np.array_equal(a[~finite], b[~finite], equal_nan=True)
 
@@ -336,7 +340,7 @@ def _norms(x: Any, wide: Any) -> tuple[float, float]:
     if not off.size:
         return 0.0, 0.0
     largest = float(np.max(off))
-    if not _is_inexact(x.dtype):
+    if not _jax.is_inexact(x.dtype):
         return largest, float(np.mean(off > 0))
     return largest, largest and largest * float(np.sqrt(np.mean((off / largest) ** 2)))
 
@@ -369,11 +373,7 @@ def _largest(x: Any) -> float:
 
 def _epsilon(x: Any) -> float:
     """The unit in the last place of 1, or 0 for a dtype that is not a float."""
-    return float(jax.numpy.finfo(x.dtype).eps) if _is_inexact(x.dtype) else 0.0
-
-
-def _is_inexact(dtype: Any) -> bool:
-    return not _jax.is_extended(dtype) and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+    return float(jax.numpy.finfo(x.dtype).eps) if _jax.is_inexact(x.dtype) else 0.0
 
 
 def _wide(x: Any) -> np.ndarray:

@@ -41,10 +41,6 @@ class DriftReport:
         """Whether all copies of all leaves are the same bit for bit."""
         return all(leaf.equal for leaf in self.leaves)
 
-    @property
-    def max_relative_difference(self) -> float:
-        return max((leaf.max_rel for leaf in self.leaves), default=0.0)
-
     def __str__(self) -> str:
         apart = sorted((leaf for leaf in self.leaves if not leaf.equal), key=lambda leaf: -leaf.max_rel)
         if not apart:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import jax
 import numpy as np
 
 from hapsynth import _jax
-from hapsynth.lower import Lowered, Staged, Storage
+from hapsynth.lower import Lowered, Staged, Storage, local_positions
 from hapsynth.running.arguments import Arguments, described, wrap
 
 Slices = tuple[slice, ...]
@@ -61,7 +60,7 @@ def written(slices: Slices) -> str:
 def local_slices(path: str, storage: Storage) -> LocalSlices:
     """The parts on this process's devices of a leaf that is stored so."""
     mesh = storage.mesh
-    here = {d: storage.slices(at) for at, d in np.ndenumerate(mesh.devices) if d.process_index == jax.process_index()}
+    here = {mesh.devices[at]: storage.slices(at) for at in local_positions(mesh)}
     return LocalSlices(path, storage.shape, here)
 
 

@@ -23,7 +23,7 @@ def test_plain_orbax_reads_what_was_saved(name: str, tmp_path: Path) -> None:
     given, plan = kinds(), plan_on(name)
     state = plan.shard(given, BATCH)[0]
     assert sum(isinstance(x, ShardedArray) for x in state.values()) > 4
-    with orbax.checkpointer() as saver:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=orbax.registry())) as saver:
         saver.save(tmp_path / "ck", state)
     # It may be consumed then.
     for x in jax.tree.leaves(state):

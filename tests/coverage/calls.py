@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-from hapsynth import _jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ _n, _i, _I = _array(dtype=_i32), _array(4, dtype=_i32), _array(4, 4, dtype=_i32)
 _b, _B, _c = _array(4, dtype=bool), _array(4, 4, dtype=bool), _array(4, 4, dtype=_c64)
 _key = jax.ShapeDtypeStruct((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
 _raw = _array(2, dtype=_u32)
+_everywhere = NamedSharding(AbstractMesh((1,), ("a",), axis_types=(AxisType.Auto,)), PartitionSpec())
 
 GENERIC = tuple(
     plain(*args)
@@ -224,7 +224,7 @@ CALLS: dict[str, tuple[Example, ...]] = {
     "lax.switch": on(lambda f, i, x: f(i, [jnp.sin, jnp.cos, jnp.tan], x), _n, _x),
     "lax.transpose": on(lambda f, x: f(x, (1, 0)), _x),
     "lax.while_loop": on(lambda f, x: f(lambda y: y.sum() < 9, lambda y: y * 2, x), _v),
-    "lax.with_sharding_constraint": on(lambda f, x: f(x, _jax.one_device_sharding()), _x),
+    "lax.with_sharding_constraint": on(lambda f, x: f(x, _everywhere), _x),
     "lax.approx_max_k": on(lambda f, x: f(x, 2), _x),
     "lax.approx_min_k": on(lambda f, x: f(x, 2), _x),
     "lax.dce_sink": on(lambda f, x: (f(x), x)[1], _x),
