@@ -28,10 +28,13 @@ Row = tuple[float, ...]
 
 class ChainCosts:
     """What the choices of a plain `builder` come to on each resource of a `ChainSpace`; the stream of a kind is that of
-    one of its `devices` [kinds]."""
+    one of its `devices` [kinds].
 
-    def __init__(self, builder: ProblemBuilder, space: ChainSpace, devices: Ints) -> None:
-        self.builder, self.space, self.devices = builder, space, devices
+    `certain`: whatever ways conversions go. Else they go those that are the cheapest alone, as in the programs that a
+    builder's choices are: so these are told apart the better, but in a bundle others may take less."""
+
+    def __init__(self, builder: ProblemBuilder, space: ChainSpace, devices: Ints, *, certain: bool = True) -> None:
+        self.builder, self.space, self.devices, self.certain = builder, space, devices, certain
         self.graph, self.structure, self.costs = builder.graph, builder.structure, builder.costs
         self.plain = builder.plain_outputs()
         self.ways = [builder.conversions(v) for v in range(len(self.graph.values))]
@@ -72,7 +75,7 @@ class ChainCosts:
     @cached_property
     def sent_after(self) -> SentAfter:
         """What deferrable ops send after themselves."""
-        return SentAfter(self.space.deferral, self.builder, self.least_ways)
+        return SentAfter(self.space.deferral, self.builder, self._certain_ways)
 
     @cached_property
     def deferred_seconds(self) -> dict[int, Floats]:
@@ -123,11 +126,18 @@ class ChainCosts:
         return found
 
     def least_ways(self, value: int, inside: bool = False) -> Conversions:
-        """The ways between layouts that take the least of the link. `inside`: in a loop or branch; elsewhere a step may
-        be one of a bundle, of which each pays the least per byte (`CostModel.least_in_bundle`), and what is the
-        cheapest alone need not be in one."""
+        """The ways between layouts, at the least that they take of the link. `inside`: in a loop or branch; elsewhere a
+        step may be one of a bundle, of which each pays the least per byte (`CostModel.least_in_bundle`)."""
         ways, least = self.ways[value], partial(self.builder.least_step_time, value)
-        return ways if inside else self.builder.once(("least ways", ways), lambda: Conversions(ways.layouts, least))
+        if inside:
+            return ways
+        if self.certain:
+            return self._certain_ways(value)
+        return self.builder.once(("repriced ways", ways), lambda: ways.repriced(least))
+
+    def _certain_ways(self, value: int) -> Conversions:
+        ways, least = self.ways[value], partial(self.builder.least_step_time, value)
+        return self.builder.once(("least ways", ways), lambda: Conversions(ways.layouts, least))
 
     def along(self, value: int, inside: bool) -> Floats:
         """Seconds of the cheapest way between layouts, where they count [layouts, layouts, columns]; `inside` as for
@@ -146,15 +156,17 @@ class ChainCosts:
             number = ways.layouts.number
             for n, option in enumerate(options):
                 made = number[option.computed]
-                total[n], hops = least.reached(made, [number[t] for t in option.targets])
+                seconds, hops = least.reached(made, [number[t] for t in option.targets])
+                total[n] = 0.0 if np.isfinite(seconds) else np.inf
                 so_far = {made: 0.0}
                 for a, b, _ in hops:
                     so_far[b] = so_far[a] + least.single[a, b]
+                    total[n] += least.single[a, b]
                 # What lies on no cheapest way comes no sooner than by its own.
                 before[n] = [so_far.get(t, least.seconds[made, t]) for t in tensors[n].tolist()]
             return self._counted(total), tensors, self._counted(before)
 
-        return self.builder.once(("chain offers", ways, options, inside), make)
+        return self.builder.once(("chain offers", ways, options, inside, self.certain), make)
 
     def _counted(self, seconds: Floats) -> Floats:
         """Seconds on the link, where they count [..., columns]; infinite where they are."""
@@ -250,7 +262,7 @@ class ChainCosts:
             which, target = np.unravel_index(int(seconds.argmin()), seconds.shape)
             return tuple(self.along(value, inside)[tensors[n][which], targets[target]]), tuple(before[n, which])
 
-        return self.builder.once(("nearest", ways, options, n, needs, group, inside, home), make)
+        return self.builder.once(("nearest", ways, options, n, needs, group, inside, home, self.certain), make)
 
 
 class IdealChainCosts(ChainCosts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import combinations, product
 
@@ -172,6 +173,19 @@ class Conversions:
             after = int(self._next[at, end])
             found.append((layouts[at], layouts[after], self._axis[at, after]))
             at = after
+        return found
+
+    def repriced(self, time: Callable[[Layout, Layout, int], float]) -> Conversions:
+        """The same ways, which need not be the cheapest ones, at other costs of the single steps."""
+        layouts, rows, found = self.layouts.layouts, self._rows, copy(self)
+        found.single = {(a, b): time(layouts[a], layouts[b], self._axis[a, b]) for a, b in self.single}
+        found.seconds = np.where(np.isfinite(self.seconds), 0.0, np.inf)
+        for i, j in np.argwhere(np.isfinite(self.seconds)).tolist():
+            at = i
+            while at != j:
+                after = rows[2][at][j]
+                found.seconds[i, j] += found.single[at, after]
+                at = after
         return found
 
     def axis(self, before: int, after: int) -> int:

@@ -59,6 +59,8 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     best = min(fitting, key=lambda each: each.makespan_s)
     # The ratios of the program of the least sum may be those of the first search alone.
     searches = (first, found) if best.known is least_sum else (found,)
+    for each in searches:
+        each.certify()
     return best.overlapped._replace(lower_bound_s=max(each.bound_for(best.known) for each in searches))
 
 

@@ -19,7 +19,7 @@ parts of other programs are tried in the best one, as they are scheduled (path r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -127,7 +127,7 @@ class MakespanSearch:
         begin = begin[: len(self.structure.choices)]
         first = search.maker.chosen(self.builder, begin)
         tasks = _undominated_tasks(first, self.costs)
-        self._chain_costs = ChainCosts(self.builder, self.space, first_devices(self.costs))
+        self._chain_costs = ChainCosts(self.builder, self.space, first_devices(self.costs), certain=False)
         self.chains: list[Chain] = list(like.chains if like else self.space.alone)
         self.seen: list[Seen] = []
         self.scheduled: list[Scheduled] = []
@@ -204,6 +204,22 @@ class MakespanSearch:
         self._by_level = True
         self.run(_ROUNDS_AGAIN, bar)
         self._by_level = False
+
+    def certify(self) -> None:
+        """Bounds are from now on those of all programs, whatever ways their conversions go."""
+        if self._chain_costs.certain:
+            return
+        self._chain_costs = ChainCosts(self.builder, self.space, first_devices(self.costs))
+        renewed = {id(known): known.renewed(self._chain_costs) for known in self.seen}
+        self.seen, self._lengths = [*renewed.values()], []
+        again = {known: replace(known, seen=renewed[id(known.seen)]) for known in self.scheduled}
+        self.scheduled, self.best = [*again.values()], self.best and again[self.best]
+        level, self._by_level = self._by_level, True
+        for branch in self.branches:
+            if branch.bound > 0:
+                self._at, branch.bound = branch, 0.0
+                self._solve(self._best_weights())
+        self._at, self._by_level = self._whole, level
 
     def raise_bound(self) -> None:
         """Some rounds more for the bound: in the branch that has the least, as long as that may rise, else in its parts
