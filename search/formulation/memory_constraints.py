@@ -68,7 +68,7 @@ class MemoryConstraints:
         ]
         return Problem(tuple(unary), tuple(edges), tuple(resources), free.offset)
 
-    def priced(self, limits: Mapping[int, float], prices: Sequence[float] | Floats) -> Problem:
+    def priced(self, limits: Mapping[int, float], per_byte: float) -> Problem:
         """`problem`, with a price per byte beyond each of its limits in place of these."""
         problem, known = self.problem(limits), dict[tuple[int, ...], Floats]()
         unary: list[Floats] = []
@@ -76,9 +76,9 @@ class MemoryConstraints:
             used = [r.usage[i] for r in problem.resources]
             key = id(costs), *map(id, used)
             if key not in known:
-                known[key] = costs + sum(price * row for price, row in zip(prices, used, strict=True))
+                known[key] = costs + per_byte * np.sum(used, axis=0)
             unary.append(known[key])
-        owed = sum(price * r.limit for price, r in zip(prices, problem.resources, strict=True))
+        owed = per_byte * math.fsum(r.limit for r in problem.resources)
         return replace(problem, unary=tuple(unary), resources=(), offset=problem.offset - owed)
 
     def limited(self, limits: Mapping[int, float]) -> Mapping[int, float]:

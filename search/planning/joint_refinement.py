@@ -141,7 +141,7 @@ class JointRefinement:
             per_byte = 0.0 if price is None else price.next(enough)
             rounded = bool(ranges.nodes) and not self.costs.room.exact
             if rounded:
-                solved = self.search.at_price(builder, limits, [per_byte] * len(limits), **how)
+                solved = self.search.at_price(builder, limits, per_byte, **how)
             else:
                 solved = self.search.cheapest(builder, limits, None, at_least=True, **how)
             known = max(known, solved.lower_bound)

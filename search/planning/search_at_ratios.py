@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.candidate import Candidate, CandidateBuilder, Incumbent, bound_at
@@ -182,12 +181,12 @@ class FixedRatioSearch:
         self,
         builder: ProblemBuilder,
         limits: Mapping[int, float],
-        per_byte: Sequence[float] | Floats,
+        per_byte: float,
         *,
         seconds: Callable[[], float | None],
         **how: Any,
     ) -> AdditiveSolution:
-        """As `cheapest`, with prices per byte beyond the limits, at least, in place of these."""
+        """As `cheapest`, with a price per byte beyond each of the limits, at least, in place of these."""
         began = time.perf_counter()
         problem = MemoryConstraints(builder, at_least=True).priced(limits, per_byte)
         self.clock.built(began)

@@ -449,6 +449,23 @@ def least_within(ranges: ShareRanges, limits: dict[int, float]) -> float:
     return solve(problem, start=start, tolerance=1e-3, max_nodes=2000).lower_bound
 
 
+def test_limits_that_are_counted_at_one_op_have_one_price() -> None:
+    """Two ops beside the fullest were counted there once, and priced twice."""
+    costs = model(short_of_memory(), MIXED)
+    ranges = ShareRanges(costs, {})
+    choices = RangeChoices(costs, ranges.count)
+    memory, joint = MemoryConstraints(RangeBuilder(choices, costs, ranges), at_least=True), dict[int, list[int]]()
+    for op in range(len(costs.graph.ops)):
+        joint.setdefault(memory.fullest_near(op), []).append(op)
+    limits = dict.fromkeys(max(joint.values(), key=len)[:2], 1e5)
+    assert len(limits) == 2
+    problem, priced = memory.problem(limits), memory.priced(limits, 1e-9)
+    (resource,) = problem.resources
+    start = memory.extended(problem, np.array(choices.replicated()))
+    beyond = float(problem.usage(start)[0]) - resource.limit
+    assert priced.cost(start) == pytest.approx(problem.cost(start) + 1e-9 * beyond)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("bandwidth", "exact"), [*product([3e8, 3e9], [False, True])])
 def test_no_program_that_fits_is_below_the_bound(bandwidth: float, exact: bool) -> None:
