@@ -30,8 +30,8 @@ _OUT_OF_TIME = 1
 
 class RatioLP:
     """One linear program: classes cut along `axes`, all others and those of `pinned` at `sizes`. `active`: devices that
-    may hold anything. `apart`: classes that cost alike may have unlike ratios, as exact memory fills devices with some
-    of one and some of another."""
+    may hold anything. `apart`: classes that cost alike may have unlike ratios, as where memory is full they may hold
+    unlike bytes, and where it is exact it fills devices with some of one and some of another."""
 
     def __init__(
         self,

@@ -35,14 +35,14 @@ def relaxation_bound(
     """Seconds of everything that sizes decide, at least, whatever those of the classes are that are not pinned; a
     program with `sizes`, within `limit` bytes. `kinds`: of the positions along the axes of each family of classes.
     `left`: seconds for it; what is not done by then counts nothing."""
+    # A tensor that two families cut holds a product.
+    points = _full_points(memory, sizes, limit) if len(kinds) == 1 else ()
     lps: list[_RelaxedLP] = []
     for axes, kind_of in kinds.items():
         # Along several axes, positions of one kind are no longer alike: it matters with which others they are joined.
         alike = kind_of if len(axes) == 1 else np.arange(kind_of.size)
-        lp = _RelaxedLP(loads, memory, axes, alike, np.ones(loads.costs.n), sizes, pinned, apart=memory.room.exact)
+        lp = _RelaxedLP(loads, memory, axes, alike, np.ones(loads.costs.n), sizes, pinned, apart=bool(points))
         lps += [lp] if lp.classes else []
-    # A tensor that two families cut holds a product.
-    points = _full_points(memory, sizes, limit) if len(kinds) == 1 else ()
     known = [(w, lp) for lp in lps for w in lp.works], [(w, lp) for lp in lps for w in lp.wires]
     covered = {w for works_or_wires in known for w, _ in works_or_wires}
     floor = _UncoveredTerms(loads, sizes, pinned)

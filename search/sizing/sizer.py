@@ -192,8 +192,8 @@ class Sizer:
             before = self._fractions(sizes)
             solved = dict(before)
             for axes in self.families:
-                apart = bool(points) and self.costs.room.exact
-                lp = RatioLP(self.loads, self.memory, axes, self.kinds[axes], active, sizes, self.pinned, apart=apart)
+                given = self.loads, self.memory, axes, self.kinds[axes], active, sizes, self.pinned
+                lp = RatioLP(*given, apart=bool(points))
                 if not lp.classes:
                     continue
                 fractions = lp.solve(sorted(points), allowed, self._left())
@@ -240,7 +240,7 @@ class Sizer:
             solved = dict(before)
             for axes in self.families:
                 given = self.loads, self.memory, axes, self.kinds[axes], np.ones(self.costs.n), found, self.pinned
-                lp = MakespanLP(*given, besides=besides, exposed=exposed, apart=bool(points) and self.costs.room.exact)
+                lp = MakespanLP(*given, besides=besides, exposed=exposed, apart=bool(points))
                 fractions = lp.solve(sorted(points), limit, self._left()) if lp.classes else {}
                 if fractions is None:
                     return sizes

@@ -120,6 +120,28 @@ def test_memory_is_never_broken_where_it_can_be_kept():
     assert kept.shares[0][0] > kept.shares[0][1]
 
 
+def test_what_costs_alike_and_holds_unlike_bytes_has_ratios_of_its_own_where_memory_is_full():
+    """Three tensors of the one are held at once, and one of the other: the bound was that of equal ratios."""
+
+    def fn(x, y):
+        later = jnp.sort(y, axis=1), jnp.cumsum(y, axis=1)
+        return *[a.sum() for a in later], jnp.sort(x, axis=1).sum(), jnp.cumsum(x, axis=1).sum()
+
+    graph = trace(fn, [jax.ShapeDtypeStruct((64, 1024), jnp.float32)] * 2).graph
+    task = Task(graph, cluster([3.0, 1.0]))
+    program = Baselines(task).all(["data_parallel"])["data_parallel"].program
+    found = Sizer(program, Classes.build(graph, program, task.factors), task.costs)
+    assert found.loads.alike(0, ()) == found.loads.alike(1, ())
+    alike = Sizes(graph, found.classes, ((40, 24),) * 2)
+    limit = found.memory.peak(alike)
+    best = found.best(np.full(2, 0.5), limit=limit)
+    assert found.memory.peak(best) <= limit
+    assert 0.95 * found.variable_cost(best) < found.bound(alike, limit) <= found.variable_cost(best)
+    # Where the busiest device counts alone, the slow one has even less to do.
+    balanced = found.balanced(alike, {0: 0.0, 1: 0.0}, 1.0, limit + 4096)
+    assert sum(slow for _, slow in balanced.shares) < sum(slow for _, slow in best.shares)
+
+
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9), st.integers(0, 1000))
 @settings(max_examples=200)
 def test_rounding_keeps_the_sum_and_stays_near(weights, units):
