@@ -104,6 +104,9 @@ class CheapestOfRatios(ProblemBuilder):
         every = zip(*(f._roles for f in self._each), strict=True)
         return [number.setdefault(roles, len(number)) for roles in every]
 
+    def _end(self, value: int, layout: Layout, axis: int) -> object:
+        return tuple(f._end(value, layout, axis) for f in self._each)
+
     def _profile(self, value: int) -> object:
         return tuple(f._profile(value) for f in self._each)
 
