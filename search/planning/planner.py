@@ -261,8 +261,7 @@ class Planner:
             joint = min(self.joint_bound_below(best.cost), best.cost)
         except KeyboardInterrupt:
             self.clock.interrupted, joint = True, 0.0
-        bound = min(joint if bound is None else bound, best.cost)
-        joint = min(joint, bound)
+        bound = min(max(bound or 0.0, joint), best.cost)
         if options.fixed_ratios is not None:
             options.fixed_ratios.check(best.sizes)
         graph = self.task.graph

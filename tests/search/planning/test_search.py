@@ -324,6 +324,15 @@ def test_no_second_problem_is_built_without_time_left(overlap: bool, monkeypatch
     assert len(built) == 1
 
 
+def test_a_joint_bound_stands_where_that_at_the_plans_sizes_is_less(monkeypatch) -> None:
+    """As where there was no time left for the latter: then no bound at all was told."""
+    small = mlp(64, 64), cluster([2.0, 1.0])
+    plain = Planner(Task(*small)).run()
+    monkeypatch.setattr(Planner, "_certify", lambda self, best: (best, -np.inf))
+    found = Planner(Task(*small)).run()
+    assert found.joint_lower_bound_s == found.lower_bound_s == plain.joint_lower_bound_s > 0
+
+
 def test_a_search_has_as_long_as_its_problem_took_to_build() -> None:
     """Where a fourth of what is left is less: a search that ends in its reductions has found nothing."""
     for built, left, share in ((4.0, 10.0, 4.0), (1.0, 10.0, 2.5), (4.0, 3.0, 3.0)):
