@@ -92,7 +92,7 @@ class _Tied:
         problem = replace(tied, unary=tuple(priced), offset=tied.offset - float(multipliers @ self.limits))
         tolerance = max(self.hunt.tolerance, run.options.price_tolerance)
         # What it comes to is no cost of the problem's, nor a bound on it: it is told to nobody.
-        quiet = replace(run, problem=problem, tolerance=tolerance, enough=np.inf, progress=None)
+        quiet = replace(run, problem=problem, tolerance=tolerance, enough=np.inf, beneath=-np.inf, progress=None)
         part = replace(quiet, messages=self.messages, tie=False)
         inner = PrimalDualSearch(part, problem.cost, tolerance)
         for x in starts:

@@ -1,5 +1,7 @@
 """Alike variables as one: an assignment, never a bound, and messages that any dual may begin from."""
 
+import itertools
+import time
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -75,7 +77,9 @@ def test_an_optimum_that_treats_alike_variables_unlike_is_found_by_the_whole_sea
 
 
 @pytest.mark.parametrize("room", [0.65, 0.8])
-def test_within_limits_alike_layers_are_priced_as_one_and_treated_unlike_where_that_is_best(room: float):
+def test_within_limits_alike_layers_are_priced_as_one_and_treated_unlike_where_that_is_best(
+    room: float, monkeypatch: pytest.MonkeyPatch
+):
     free = shared(TrainingLike(layers=6).problem())
     rng = np.random.default_rng(6)
     used = {id(row): rng.random(row.size) for row in free.unary}
@@ -100,6 +104,16 @@ def test_within_limits_alike_layers_are_priced_as_one_and_treated_unlike_where_t
     assert near.assignment is not None
     assert limited.fits(near.assignment)
     assert found.lower_bound <= near.cost <= 1.1 * found.cost
+    if room == 0.8:
+        return
+    # A price at which alike variables cost less is no assignment within the limits.
+    same = solve(limited, beneath=0.1 * cheapest.cost + 0.9 * found.cost)
+    assert (same.lower_bound, same.sweeps, same.expanded) == (found.lower_bound, found.sweeps, found.expanded)
+    # A round of prices has the time that is left, not all of it.
+    now = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    assert solve(limited, time_budget_s=1300.0).status == "gap"
+    assert next(now) < 1320
 
 
 def test_where_little_is_alike_or_limits_tell_variables_apart_the_whole_is_searched():
