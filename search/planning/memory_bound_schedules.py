@@ -15,8 +15,9 @@ from hapsynth.instructions.program.program import Program, Property
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.memory.profile import MemoryProfile
-from hapsynth.search.scheduling.list_schedule import never, ordered, schedule
+from hapsynth.search.scheduling.list_schedule import ordered, schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
+from hapsynth.search.scheduling.timeline import never
 
 _PARTS = tuple(4**k for k in range(1, 9))
 """Of the memory: tensors that are at least so large stay in order."""

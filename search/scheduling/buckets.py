@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hapsynth.search.scheduling.group_testing import improving
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, Transfer, nearest_order
-from hapsynth.search.scheduling.timeline import Simulation, Timeline, simulate
+from hapsynth.search.scheduling.timeline import Simulation, Timeline, never, simulate
 from hapsynth.search.scheduling.waits import waits
 
 TRIALS, MORE_TRIALS = 16, 256
@@ -71,13 +71,14 @@ def bundled(timeline: Timeline) -> Timeline:
     return neighbours.simulated(together)
 
 
-def rebundled(timeline: Timeline, *, trials: int = TRIALS) -> Timeline:
-    """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on."""
+def rebundled(timeline: Timeline, *, trials: int = TRIALS, stopped: Callable[[], bool] = never) -> Timeline:
+    """A timeline with more collectives together, where that is better: all neighbours, else half of them, and so on,
+    until it is `stopped`."""
     neighbours, best = Neighbours(timeline), Trial.of(timeline)
 
     def is_better(together: set[int]) -> bool:
         nonlocal best
-        found = neighbours.tried(together)
+        found = None if stopped() else neighbours.tried(together)
         if found is None or not found.is_better_than(best):
             return False
         best = found
@@ -87,13 +88,17 @@ def rebundled(timeline: Timeline, *, trials: int = TRIALS) -> Timeline:
     return neighbours.simulated(taken) if taken else timeline
 
 
-def cut(timeline: Timeline, scheduled: Callable[[TaskGraph], Timeline]) -> Timeline:
+def cut(
+    timeline: Timeline, scheduled: Callable[[TaskGraph], Timeline], stopped: Callable[[], bool] = never
+) -> Timeline:
     """A timeline in which bundles that computing waits for are cut in two, what is needed first before the rest, where
-    that is better: the rest next to it, or wherever it goes as it is `scheduled`."""
+    that is better: the rest next to it, or wherever it goes as it is `scheduled`; the best until it is `stopped`."""
     best = timeline
     for _ in range(_CUTS):
         better = best
         for found in _cuts(best):
+            if stopped():
+                return better
             for other in (found, scheduled(found.tasks)):
                 better = other if Trial.of(other).is_better_than(Trial.of(better)) else better
         if better is best:

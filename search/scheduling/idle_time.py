@@ -7,13 +7,14 @@ waits for (insertion in idle time slots, as in HEFT: Topcuoglu et al. 2002), whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import takewhile
 
 import numpy as np
 
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.scheduling.tasks import Machine
-from hapsynth.search.scheduling.timeline import Timeline, simulate
+from hapsynth.search.scheduling.timeline import Timeline, never, simulate
 
 _MOST = 8
 """The longest waits; by more the step of BERT is no shorter."""
@@ -23,11 +24,12 @@ _LEAST_GAIN = 1e-6
 _TURNS = 40
 
 
-def filled(timeline: Timeline) -> Timeline:
-    """A timeline with less idle time and a shorter makespan, where one is found."""
+def filled(timeline: Timeline, stopped: Callable[[], bool] = never) -> Timeline:
+    """A timeline with less idle time and a shorter makespan, where one is found before it is `stopped`."""
     for _ in range(_TURNS):
         least = timeline.makespan_s * (1 - _LEAST_GAIN)
-        shorter = next((found for found in _fillings(timeline) if found.makespan_s < least), None)
+        tried = takewhile(lambda _: not stopped(), _fillings(timeline))
+        shorter = next((found for found in tried if found.makespan_s < least), None)
         if shorter is None:
             break
         timeline = shorter

@@ -33,7 +33,7 @@ from hapsynth.search.scheduling.buckets import MORE_TRIALS, Apart, Trial, bundle
 from hapsynth.search.scheduling.constraint_programming import polished
 from hapsynth.search.scheduling.idle_time import filled
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
-from hapsynth.search.scheduling.timeline import Timeline, simulate
+from hapsynth.search.scheduling.timeline import Timeline, never, simulate
 
 _ROUNDS = 3
 _TURNS = 2
@@ -47,11 +47,6 @@ _QUEUES = {Machine.LINK: 0, Machine.COMPUTE: 1, Machine.EVERYTHING: 1, Machine.L
 """Of tasks that wait for one machine; the first goes first where several are free at once."""
 
 
-def never() -> bool:
-    """Work goes on to its end."""
-    return False
-
-
 def schedule(
     tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf, stopped: Callable[[], bool] = never
 ) -> Timeline:
@@ -61,13 +56,13 @@ def schedule(
     order = _of_best_order(tasks.contracted(), quick=True)
     found = _bundled_as_sent(order)
     if found.makespan_s <= bar:
-        found = _reordered(rebundled(found))
+        found = _reordered(rebundled(found, stopped=stopped))
     if quick:
         return found
     best = refined(found, stopped)
     if not stopped() and not _is_proved(best):
         # Where latency is much of what is sent, as in data parallelism over a fast network, these end better.
-        best = min(best, refined(_reordered(rebundled(bundled(order))), stopped), key=_makespan)
+        best = min(best, refined(_reordered(rebundled(bundled(order), stopped=stopped)), stopped), key=_makespan)
     return iterated(best, stopped)
 
 
@@ -80,8 +75,8 @@ def _reordered(timeline: Timeline) -> Timeline:
 def refined(timeline: Timeline, stopped: Callable[[], bool] = never) -> Timeline:
     """The best found of more orders and other bundles in turn, with idle time filled; what is left to do once it is
     `stopped` is left out."""
-    in_turn, cut_in_turn = (partial(f, stopped=stopped) for f in (_in_turn, _cut_in_turn))
-    for improved in (_of_more_orders, _bundled_as_sent, in_turn, cut_in_turn, filled, _polished):
+    in_turn, cut_in_turn, with_filled = (partial(f, stopped=stopped) for f in (_in_turn, _cut_in_turn, filled))
+    for improved in (_of_more_orders, _bundled_as_sent, in_turn, cut_in_turn, with_filled, _polished):
         if stopped():
             break
         timeline = improved(timeline)
@@ -122,7 +117,7 @@ def _in_turn(best: Timeline, stopped: Callable[[], bool]) -> Timeline:
     for _ in range(_TURNS):
         if stopped():
             break
-        found = rebundled(best, trials=MORE_TRIALS)
+        found = rebundled(best, trials=MORE_TRIALS, stopped=stopped)
         found = min(found, _of_best_order(found.tasks), key=_makespan)
         found = _bundled_as_sent(found)
         if not Trial.of(found).is_better_than(Trial.of(best)):
@@ -147,7 +142,7 @@ def _bundled_as_sent(timeline: Timeline) -> Timeline:
 
 def _cut_in_turn(timeline: Timeline, stopped: Callable[[], bool]) -> Timeline:
     """A timeline with bundles cut, and then the others changed in turn, where any is."""
-    found = cut(timeline, partial(_of_best_order, quick=True))
+    found = cut(timeline, partial(_of_best_order, quick=True), stopped)
     return timeline if found is timeline else _in_turn(found, stopped)
 
 

@@ -65,6 +65,11 @@ class Timeline:
         return float((self.end[sent] - self.start[sent]).max(axis=1, initial=0.0).sum()) + sum(tasks.sent_in.values())
 
 
+def never() -> bool:
+    """Work goes on to its end."""
+    return False
+
+
 def simulate(tasks: TaskGraph, order: Sequence[int]) -> Timeline:
     """The timeline of an order in which each task comes after its makers; ValueError where one does not."""
     order, count = tuple(order), len(tasks.machine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +29,11 @@ from hapsynth.lower import Lowered, lower_staged, own_mesh
 from hapsynth.lower._host_schedule import CollectiveStage
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import AxisLink
-from hapsynth.search.scheduling.buckets import Neighbours, Trial, cut
+from hapsynth.search.scheduling.buckets import MORE_TRIALS, Neighbours, Trial, cut, rebundled
+from hapsynth.search.scheduling.idle_time import filled
 from hapsynth.search.scheduling.list_schedule import iterated, least_makespan, refined, schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, Transfer, tasks_of
-from hapsynth.search.scheduling.timeline import simulate
+from hapsynth.search.scheduling.timeline import Simulation, Timeline, simulate
 
 LATENCY = 2.0
 LINK = AxisLink(2, LATENCY, 1.0, 1.0, ring_s=0.0, tree_s=0.0, direct_s=0.0)
@@ -235,6 +236,32 @@ def test_local_search_shortens_orders_and_is_the_same_each_time(seed: int) -> No
     assert (found.order, found.tasks.instructions) == (again.order, again.tasks.instructions)
     assert sorted(at for places in found.tasks.instructions for at in places) == list(range(40))
     assert iterated(begun, lambda: True) is begun
+
+
+def test_once_it_is_stopped_no_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each simulation takes a second; there are three."""
+    rng, rows = random.Random(0), list[tuple[Machine, float, tuple[int, ...]]]()
+    for task in range(40):
+        makers = tuple(sorted(rng.sample(range(task), min(task, rng.choice([0, 1, 2])))))
+        rows.append((rng.choice([COMPUTE, NETWORK]), float(rng.randint(1, 5)), makers))
+    tasks = graph_of(rows, LoweringOptions(bundled_bytes=1000, bundle_bytes=1000))
+    apart, waiting = simulate(tasks, range(40)), simulate(tasks, random_order(rng, tasks))
+    together = rebundled(apart, trials=MORE_TRIALS)
+    as_it_is = lambda tasks: simulate(tasks, range(len(tasks.machine)))
+    now, run = [0.0], Simulation.run
+    monkeypatch.setattr(Simulation, "run", lambda self, order: (now.append(now.pop() + 1.0), run(self, order))[1])
+    loops: list[Callable[[Callable[[], bool]], Timeline]] = [
+        lambda stopped: rebundled(apart, trials=MORE_TRIALS, stopped=stopped),
+        lambda stopped: cut(together, as_it_is, stopped),
+        lambda stopped: filled(waiting, stopped),
+    ]
+    for loop in loops:
+        seconds: list[float] = []
+        for budget in (np.inf, 3.0):
+            now[0] = 0.0
+            loop(lambda budget=budget: now[0] >= budget)
+            seconds.append(now[0])
+        assert seconds[1] <= 3.0 + 2.0 < seconds[0], seconds
 
 
 def layers(ws: Any, x: Any) -> Any:
