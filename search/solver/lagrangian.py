@@ -42,7 +42,9 @@ def priced(hunt: PrimalDualSearch, network: ReducedProblem) -> Floats:
         if bound > best:
             best, multipliers = bound, trial
         for other in [*([] if hunt.best is None else [hunt.best]), *seen[-options.mixed :]]:
-            hunt.offer(patched(problem, found, other, options))
+            if run.late():
+                break
+            hunt.offer(patched(problem, found, other, options, run.seconds_left()))
         seen.append(found)
         if ties is None:
             _mix(hunt, network, seen[-options.mixed :], multipliers)
@@ -139,11 +141,12 @@ def _next_prices(problem: Problem, limits: Floats, seen: list[Ints], centre: Flo
     return float(result.x[0]), target if limits.size == 1 or not centre.any() else (centre + target) / 2
 
 
-def patched(problem: Problem, one: Ints, other: Ints, options: SolverOptions = DEFAULT) -> Ints:
+def patched(problem: Problem, one: Ints, other: Ints, options: SolverOptions = DEFAULT, left: float = np.inf) -> Ints:
     """The cheapest assignment within the limits that takes each patch of variables from one of two assignments.
 
     A patch is a set of variables in which they differ and that edges join: where all else is equal, what a patch
-    changes of cost and usage does not depend on the others. `one`, where none keeps the limits.
+    changes of cost and usage does not depend on the others. `one`, where none keeps the limits, or none is found in the
+    `left` seconds.
     """
     patch = _patches(problem, one != other)
     count = int(patch.max()) + 1
@@ -165,6 +168,7 @@ def patched(problem: Problem, one: Ints, other: Ints, options: SolverOptions = D
     kept = LinearConstraint(usage / unit[:, None], -np.inf, spare / unit)
     scale = float(np.abs(cost).max()) or 1.0
     limits = {"mip_rel_gap": options.patch_gap, "node_limit": options.patch_nodes}
+    limits |= {} if np.isinf(left) else {"time_limit": left}
     found = milp(cost / scale, integrality=np.ones(count), bounds=Bounds(0, 1), constraints=kept, options=limits)
     if found.x is None:
         return one

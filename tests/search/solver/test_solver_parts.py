@@ -4,12 +4,13 @@ import itertools
 import math
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from pairwise_problems import TrainingLike, brute_force, knotted_problem, random_problem
+from pairwise_problems import TrainingLike, brute_force, knotted_problem, middle_problem, random_problem
 
-from hapsynth.search.solver import Problem, SolverOptions, interning
+from hapsynth.search.solver import Problem, SolverOptions, interning, lagrangian, solve
 from hapsynth.search.solver.astar import astar
 from hapsynth.search.solver.bucket_elimination import bucket_space, buckets
 from hapsynth.search.solver.interning import NONE, InternedTables
@@ -363,6 +364,27 @@ def test_elimination_finds_the_least_among_the_likely_states(resources: int):
             assert problem.cost(network.lift(chosen)) == pytest.approx(min(within), rel=1e-6)
             assert all(s in likely[i] for i, s in chosen.items())
     assert tried > 12
+
+
+def test_patches_take_no_longer_than_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each knapsack of a round of prices has what is left, and none is begun after that."""
+    given: list[float] = []
+    now, whole = [0.0], lagrangian.milp
+
+    def milp(*args: Any, options: dict[str, float], **named: Any) -> Any:
+        given.append(options.get("time_limit", INF))
+        now[0] += 3.0
+        return whole(*args, options=options, **named)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(lagrangian, "milp", milp)
+    problem = middle_problem(2, True)
+    for budget, limits in ((None, [INF] * 3), (7.0, [7.0, 4.0, 1.0])):
+        given.clear()
+        now[0] = 0.0
+        solve(problem, time_budget_s=budget)
+        assert given[:3] == limits
+        assert budget is None or len(given) == 3
 
 
 def test_a_time_budget_counts_by_the_clock_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
