@@ -29,9 +29,17 @@ class _Node(NamedTuple):
     state: int
 
 
-def astar(space: Space, threshold: float, max_nodes: int, stop: Callable[[], bool], slack: float = 0.0) -> Found:
+def astar(
+    space: Space,
+    threshold: float,
+    max_nodes: int,
+    stop: Callable[[], bool],
+    slack: float = 0.0,
+    most_kept: float = math.inf,
+) -> Found:
     """An assignment below `threshold` that costs at most `slack` more than the cheapest, or where it had to stop the
-    least f still open, to within the slack."""
+    least f still open, to within the slack. `max_nodes`: that it expands; `most_kept`: that it keeps, but on a walk
+    straight to the end."""
     depths, limits = space.depths, space.limits.tolist()
     nodes = [_Node(space.root, 0, (), (0.0,) * len(limits), -1, -1)]
     labels: list[dict[Key, list[_Label]]] = [{} for _ in range(len(depths) + 1)]
@@ -50,7 +58,8 @@ def astar(space: Space, threshold: float, max_nodes: int, stop: Callable[[], boo
         least = space.root + slack * level if slack else f
         if depth == len(depths):
             return Found(space.chosen(_path(nodes, number)), least, expanded)
-        if expanded >= max_nodes or (expanded % 64 == 0 and stop()):
+        full = len(nodes) >= most_kept and expanded >= len(depths)
+        if full or expanded >= max_nodes or (expanded % 64 == 0 and stop()):
             return Found(None, least, expanded)
         expanded += 1
         at = depths[depth]

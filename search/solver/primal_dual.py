@@ -267,9 +267,9 @@ class PrimalDualSearch:
 
     def _astar(self, network: ReducedProblem, space: Space, threshold: float, nodes: int, slack: float = 0.0) -> float:
         """Offers what A* finds below a threshold; returns what any assignment of the space below it costs at least."""
-        left = min(nodes, self.run.max_nodes - self.run.expanded, self.run.memory_bytes // 4 // _NODE_BYTES)
+        left, kept = min(nodes, self.run.max_nodes - self.run.expanded), self.run.memory_bytes / 4 / _NODE_BYTES
         # A walk straight to the end is always allowed.
-        found = astar(space, threshold, max(left, len(space.depths)), self.run.late, slack)
+        found = astar(space, threshold, max(left, len(space.depths)), self.run.late, slack, kept)
         self.run.expanded += found.expanded
         if found.chosen is not None:
             self.offer(network.lift(found.chosen))

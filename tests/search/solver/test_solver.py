@@ -1,5 +1,6 @@
 """The pairwise solver against brute force and a MILP, and where it is cut off."""
 
+import heapq
 import itertools
 import os
 import subprocess
@@ -7,6 +8,8 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from milp import optimum
 from pairwise_problems import TrainingLike, brute_force, grid, knotted_problem, middle_problem, random_problem
 from thoroughness import THOROUGH
 
-from hapsynth.search.solver import Edge, Messages, Problem, Progress, Solution, SolverOptions, solve
+from hapsynth.search.solver import Edge, Messages, Problem, Progress, Solution, SolverOptions, astar, solve
 from hapsynth.search.solver.bucket_elimination import buckets
 from hapsynth.search.solver.reduction import ReducedProblem
 
@@ -180,6 +183,19 @@ def test_out_of_memory_it_returns_the_best_so_far_and_a_valid_bound():
         assert cut.status == "gap" or cut.cost == pytest.approx(exact.cost)
         assert cut.lower_bound <= exact.cost <= cut.cost < INF
     assert solve(problem, memory_bytes=1000).status == "gap"
+
+
+def test_a_search_keeps_no_more_nodes_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that is expanded adds others: there were three times as many."""
+    kept: list[int] = []
+
+    def push(heap: list[Any], entry: Any) -> None:
+        kept.append(entry[-1])
+        heapq.heappush(heap, entry)
+
+    monkeypatch.setattr(astar, "heapq", SimpleNamespace(heappush=push, heappop=heapq.heappop))
+    assert solve(grid(), memory_bytes=10**6).status == "gap"
+    assert 490 < max(kept) < 510
 
 
 def test_tables_take_no_more_memory_than_they_may() -> None:

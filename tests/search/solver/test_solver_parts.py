@@ -306,6 +306,9 @@ def test_astar_agrees_with_brute_force(resources: int):
                 found = astar(space, INF, 10**6, never, slack)
                 assert found.lower_bound <= expected + 1e-9
                 assert astar(space, INF, 3, never, slack).lower_bound <= expected + 1e-9
+                full = astar(space, INF, 10**6, never, slack, most_kept=3)
+                assert full.lower_bound <= expected + 1e-9
+                assert full.expanded <= len(space.depths)
                 if expected == INF:
                     assert found.chosen is None
                     assert found.lower_bound == INF
