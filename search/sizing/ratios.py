@@ -21,6 +21,9 @@ from hapsynth.search.cost.network import devices_of
 _EVEN = -2
 """In place of a plan's vector that a dimension is cut like, where -1 is none."""
 
+_SAME_UNITS = 1e-6
+"""What rounding may put a whole number of units off by."""
+
 EvenDims = Set[tuple[int, int]]
 """(value, dimension) that are cut evenly whatever else is not."""
 NOTHING: EvenDims = frozenset()
@@ -33,6 +36,15 @@ def round_shares(fractions: Floats, units: int) -> tuple[int, ...]:
     order = np.argsort(-(exact - shares), kind="stable")
     shares[order[: units - int(shares.sum())]] += 1
     return tuple(shares.tolist())
+
+
+def _whole_shares(vector: Floats, units: int) -> tuple[int, ...] | None:
+    """A vector in units; None where these are not whole, or not as many."""
+    exact = vector * units
+    shares = np.round(exact)
+    if shares.sum() != units or not np.allclose(exact, shares, rtol=0.0, atol=_SAME_UNITS):
+        return None
+    return tuple(shares.astype(int).tolist())
 
 
 def nested_shares(weights: Floats, units: int) -> tuple[int, ...]:
@@ -131,8 +143,8 @@ class Ratios:
         if not self.strict:
             return True
         every = {self.of(*node) for node in nodes}
-        shares = self.vectors[every.pop()] * units
-        return not every and bool(np.allclose(shares, np.round(shares)))
+        shares = _whole_shares(self.vectors[every.pop()], units)
+        return not every and shares is not None
 
     @cached_property
     def roles(self) -> list[int]:
@@ -159,10 +171,10 @@ class Ratios:
         shares: list[tuple[int, ...]] = []
         for cls in classes.all:
             value, dim, axes, way = next(m for m in cls.members if m[2] == cls.axes)
-            exact = self.vectors[self.of(value, dim, axes, way, cls.units)] * cls.units
-            if not np.allclose(exact, np.round(exact)):
+            mine = _whole_shares(self.vectors[self.of(value, dim, axes, way, cls.units)], cls.units)
+            if mine is None:
                 return None
-            shares.append(tuple(np.round(exact).astype(int).tolist()))
+            shares.append(mine)
         return Sizes(self.graph, classes, tuple(shares))
 
     def _intern(self, axes: tuple[int, ...], vector: Floats) -> int:

@@ -369,6 +369,18 @@ def test_a_bound_is_of_programs_that_its_sizes_allow() -> None:
     assert np.isfinite(list(rows.values())).all()
 
 
+@pytest.mark.parametrize("rows", [200_000, 200_001])
+def test_a_third_of_many_rows_may_be_no_whole_number_of_them(rows: int) -> None:
+    """To within a part of them it is: three devices then held 200,001 rows of 200,000."""
+    graph, where = trace(jnp.add, [jax.ShapeDtypeStruct((rows, 4), jnp.float32)] * 2).graph, cluster([1.0] * 3)
+    thirds = {(v.index, 0, (0,), 0): np.full(3, 1 / 3) for v in graph.values}
+    ratios = Ratios(graph, FactorTable(graph), np.full(3, 1 / 3), named=thirds)
+    program = Baselines(Task(graph, where)).all(["data_parallel"])["data_parallel"].program
+    sizes = ratios.sizes_of(Classes.build(graph, program, FactorTable(graph)))
+    assert (sizes and sizes.shares) == (((66_667,) * 3,) if rows % 3 == 0 else None)
+    assert ratios.strictly().allow([*thirds], rows) == (rows % 3 == 0)
+
+
 def test_a_strict_problem_has_no_optimum_that_nothing_can_be_cut_as() -> None:
     """Columns before they are heads would be cut in finer units than the heads."""
 
