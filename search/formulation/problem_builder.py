@@ -221,10 +221,6 @@ class ProblemBuilder:
 
     # Ops
 
-    def op_time(self, op: int, triples: Triples) -> float:
-        """Seconds of an op under its triples, on the slowest device."""
-        return float(self.op_times((op,))[0][self.structure.triples[op].index(triples)])
-
     def op_times(self, ops: Sequence[int]) -> list[Floats]:
         """Per op, its seconds under each of its triples."""
         keys = [self.times_key(op) for op in ops]

@@ -59,8 +59,6 @@ class SolveContext:
     """What costs `beneath` or less."""
     expanded: int = 0
     sweeps: int = 0
-    prices: Floats = field(default_factory=lambda: np.zeros(0))
-    """Of the resources."""
 
     def seconds_left(self) -> float:
         """inf without a budget."""
@@ -91,7 +89,7 @@ class SolveContext:
             status = "infeasible" if bound == np.inf else "gap"
         else:
             status = "optimal" if cost - bound <= self.tolerance * abs(cost) + 1e-300 else "gap"
-        return Solution(hunt.best, cost, bound, self.expanded, self.sweeps, status, prices=self.prices)
+        return Solution(hunt.best, cost, bound, self.expanded, self.sweeps, status)
 
 
 def _dual(network: ReducedProblem, multipliers: Floats) -> Dual:

@@ -11,7 +11,7 @@ An edge sees its ends only through group indices, so a table is [groups_u, group
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -104,8 +104,7 @@ class Solution:
     lower_bound: no assignment within the limits costs less (inf if the problem is infeasible).
     expanded: nodes that A* expanded. sweeps: passes of the dual, forward and backward counted as one. status:
     "optimal" when cost - lower_bound <= tolerance * |cost|, "infeasible" when that is proved, else "gap".
-    interrupted: by Ctrl-C. prices: float64 [resources], the cost per unit of each at which nearly the best bound was
-    found; 0 where none was sought.
+    interrupted: by Ctrl-C.
     """
 
     assignment: Ints | None
@@ -115,7 +114,6 @@ class Solution:
     sweeps: int
     status: Status
     interrupted: bool = False
-    prices: Floats = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,6 @@ def _run(hunt: PrimalDualSearch, starts: Sequence[Ints]) -> None:
     multipliers = np.zeros(len(problem.resources))
     if problem.resources and not network.infeasible and not hunt.run.late():
         multipliers = priced(hunt, network)
-    hunt.run.prices = multipliers
     if not hunt.proved(-np.inf):
         hunt.close(network, multipliers)
 
