@@ -15,7 +15,7 @@ from jax import lax
 from hapsynth import _jax
 from hapsynth.graph.ir import Graph
 from hapsynth.lower._buckets import Bundle
-from hapsynth.lower._collective_order import Each
+from hapsynth.lower._collective_order import Each, Order
 from hapsynth.lower._collectives import LOWERINGS
 from hapsynth.lower._device_groups import Group, groups_of
 from hapsynth.lower._switch_form import Lowered
@@ -40,6 +40,10 @@ class IsolatedProgram(Lowered):
                 compiled = group.lower(run, given, made, (), self.compiler_options).compile()
                 found.append((compiled, partial(_operands, group, given)))
         return found
+
+    def _order(self) -> Order:
+        """None: nothing is sent."""
+        return Order(kept=False)
 
     def _exchange(self, bundle: Bundle, each: Each, x: jax.Array) -> jax.Array:
         step, joined = bundle.steps[0], len(bundle.steps) > 1 or bundle.flat
