@@ -24,7 +24,7 @@ from hapsynth.instructions.staging.stages import Step, split
 from hapsynth.lower import _gloo
 from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._interpreter import Interpreter
-from hapsynth.lower._pinned import OPTIONS, Latencies, is_pinned
+from hapsynth.lower._pinned import Latencies, is_pinned, options_of
 from hapsynth.lower._recorded_call import RecordedCall
 from hapsynth.lower._storage import Storage
 
@@ -113,7 +113,7 @@ class LoweredProgram(ABC):
     @property
     def communicating_options(self) -> dict[str, str | bool]:
         """What `jax.jit` takes for a program with collectives."""
-        return {**({} if self.overlaps else self.compiler_options), **(OPTIONS if self.is_pinned else {})}
+        return {**({} if self.overlaps else self.compiler_options), **options_of(self.local.platform)}
 
     @property
     def overlaps(self) -> bool:

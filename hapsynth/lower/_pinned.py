@@ -37,7 +37,7 @@ from jax import lax
 
 from hapsynth._jax import gpus_schedule_around_barriers, is_extended
 from hapsynth.hlo.text import HloError
-from hapsynth.lower._collective_order import Order
+from hapsynth.lower._collective_order import Each, Order, as_it_is
 
 OPTIONS: Mapping[str, bool] = MappingProxyType(
     {
@@ -46,7 +46,7 @@ OPTIONS: Mapping[str, bool] = MappingProxyType(
         "xla_gpu_shard_autotuning": False,
     }
 )
-"""`compiler_options` of `jax.jit` for programs with collectives on GPUs."""
+"""Of XLA, for programs with collectives on GPUs."""
 
 
 Latencies = Callable[[str], bytes]
@@ -70,6 +70,17 @@ def compile_with(lowered: Any, latencies: Latencies | None, options: Mapping[str
 def is_pinned(platform: str) -> bool:
     """Whether collectives between devices of a platform are pinned: on GPUs, of which there may be several kinds."""
     return platform in ("gpu", "cuda", "rocm")
+
+
+def options_of(platform: str) -> dict[str, bool]:
+    """`compiler_options` of `jax.jit` for programs with collectives between devices of a platform."""
+    return dict(OPTIONS) if is_pinned(platform) else {}
+
+
+def each_of(names: Sequence[str], platform: str) -> Each:
+    """Runs the collectives of a program that is traced, in their order where they are pinned. `names`: of the mesh
+    axes."""
+    return Chain(names, platform).each if is_pinned(platform) else as_it_is
 
 
 class Chain(Order):

@@ -24,7 +24,7 @@ from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage
 from hapsynth.lower._buckets import Bundle, bundles
-from hapsynth.lower._collective_order import Order, as_it_is
+from hapsynth.lower._collective_order import Order
 from hapsynth.lower._collective_thread import OverlappedCall, Transfer
 from hapsynth.lower._collectives import receive, send
 from hapsynth.lower._compute_timer import ComputeTimer
@@ -51,7 +51,7 @@ from hapsynth.lower._host_schedule import (
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._overlap import overlapped
-from hapsynth.lower._pinned import Chain
+from hapsynth.lower._pinned import each_of
 from hapsynth.lower._recorded_call import RecordedCall, Recorder
 from hapsynth.lower._scopes import scope_of, scope_of_step
 from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
@@ -380,7 +380,7 @@ class Staged(LoweredProgram):
 
         def hapsynth_exchange(*arrays: Any) -> list[Any]:
             out: list[Any] = []
-            each = Chain(names, self.local.platform).each if self.is_pinned else as_it_is
+            each = each_of(names, self.local.platform)
             for wire, x in zip(wires, arrays, strict=True):
                 if isinstance(wire, HostDecision):
                     out.append(self.uniform(x, each))

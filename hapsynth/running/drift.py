@@ -14,6 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth import _jax
 from hapsynth.lower import Storage, with_weak_type
+from hapsynth.lower._collective_order import Each
+from hapsynth.lower._pinned import each_of, options_of
 
 
 class LeafDrift(NamedTuple):
@@ -96,13 +98,16 @@ def _lengths(storage: Storage) -> Lengths:
 
 @lru_cache(maxsize=512)
 def _comparing(mesh: Mesh, spec: PartitionSpec, axes: tuple[str, ...], lengths: Lengths) -> Any:
+    platform = mesh.devices.flat[0].platform
+
     def body(x: jax.Array) -> tuple[jax.Array, ...]:
+        each = each_of(mesh.axis_names, platform)
         inside = jnp.ones(x.shape, bool)
-        for dim, along, each in lengths:
+        for dim, along, own_lengths in lengths:
             # Elements beyond a shard's own length are undefined.
-            own = jnp.asarray(each, jnp.int32)[lax.axis_index(along)]
+            own = jnp.asarray(own_lengths, jnp.int32)[lax.axis_index(along)]
             inside &= lax.broadcasted_iota(jnp.int32, x.shape, dim) < own
-        parts, first = _parts(x), _parts(_of_first(x, axes))
+        parts, first = _parts(x), _parts(_of_first(x, axes, each))
         inside = inside.reshape(*x.shape, *[1] * (parts.ndim - x.ndim))
         differs = (_bits(parts) != _bits(first)).reshape(*parts.shape, -1).any(-1) & inside
         a, b = (y.astype(jnp.float64 if y.dtype == jnp.float64 else jnp.float32) for y in (parts, first))
@@ -115,27 +120,31 @@ def _comparing(mesh: Mesh, spec: PartitionSpec, axes: tuple[str, ...], lengths: 
             apart = jnp.maximum(apart, 1)
         apart = jnp.where(differs, apart, 0)
         size = jnp.where(inside & jnp.isfinite(b), jnp.abs(b), 0)
-        largest = lambda a: lax.pmax(jnp.max(a, initial=0), mesh.axis_names)
+        largest = lambda a: each(lambda a: lax.pmax(a, mesh.axis_names), jnp.max(a, initial=0))
         return largest(apart), largest(size), largest(differs.astype(jnp.int32))
 
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False))
+    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)
+    return jax.jit(on_mesh, compiler_options=options_of(platform))
 
 
 @lru_cache(maxsize=512)
 def _copying(mesh: Mesh, spec: PartitionSpec, axes: tuple[str, ...], weak: bool) -> Any:
-    on_mesh = jax.shard_map(lambda x: _of_first(x, axes), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.jit(lambda x: with_weak_type(on_mesh(x), x.dtype, weak))
+    platform = mesh.devices.flat[0].platform
+    body = lambda x: _of_first(x, axes, each_of(mesh.axis_names, platform))
+    on_mesh = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(lambda x: with_weak_type(on_mesh(x), x.dtype, weak), compiler_options=options_of(platform))
 
 
-def _of_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _of_first(x: jax.Array, axes: tuple[str, ...], each: Each) -> jax.Array:
     """The first device's copy, bit for bit: a sum of its bits and of the others' zeros."""
     if (wide := _of_bytes(x)).dtype != x.dtype:
-        return _of_first(wide, axes).astype(x.dtype)
+        return _of_first(wide, axes, each).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(_of_first(x.real, axes), _of_first(x.imag, axes))
+        return lax.complex(_of_first(x.real, axes, each), _of_first(x.imag, axes, each))
     bits = _bits(x)
     is_first = sum(lax.axis_index(a) for a in axes) == 0
-    first = lax.psum(jnp.where(is_first, bits, 0).astype(jnp.uint32), axes)
+    sent = jnp.where(is_first, bits, 0).astype(jnp.uint32).reshape(-1)
+    first = each(lambda sent: lax.psum(sent, axes), sent).reshape(bits.shape)
     return lax.bitcast_convert_type(first.astype(bits.dtype), x.dtype)
 
 

@@ -13,6 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth import _jax
 from hapsynth.lower import MeshPosition, Storage, with_weak_type
+from hapsynth.lower._collective_order import Each
+from hapsynth.lower._pinned import each_of, options_of
 from hapsynth.lower._recut import Recut
 
 
@@ -53,7 +55,9 @@ def exchange(source: Storage, target: Storage, stored: Any) -> Any | None:
 
 @lru_cache(maxsize=512)
 def exchanger(mesh: Mesh, spec: PartitionSpec, steps: tuple[Change, ...], weak: bool) -> Any:
-    """The jitted function that moves arrays stored under `spec`; compiled once for all that lie alike."""
+    """The jitted function that moves arrays stored under `spec`; compiled once for all that lie alike. As a
+    plan's own, the permutes keep their order whatever device it is compiled for."""
+    platform = mesh.devices.flat[0].platform
 
     def moved(x: jax.Array) -> jax.Array:
         # As words: to copy a float of two bytes may change the bits of a NaN.
@@ -63,15 +67,16 @@ def exchanger(mesh: Mesh, spec: PartitionSpec, steps: tuple[Change, ...], weak: 
         return recut(x)
 
     def recut(x: jax.Array) -> jax.Array:
+        each = each_of(mesh.axis_names, platform)
         for step in steps:
-            x = _recut(x, step, mesh)
+            x = _recut(x, step, mesh, each)
         return x
 
     on_mesh = jax.shard_map(moved, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.jit(lambda x: with_weak_type(on_mesh(x), x.dtype, weak))
+    return jax.jit(lambda x: with_weak_type(on_mesh(x), x.dtype, weak), compiler_options=options_of(platform))
 
 
-def _recut(x: jax.Array, step: Change, mesh: Mesh) -> jax.Array:
+def _recut(x: jax.Array, step: Change, mesh: Mesh, each: Each) -> jax.Array:
     """One device's shard, padded to the longest old one, as its new shard, padded to the longest new one."""
     names, lengths = mesh.axis_names, mesh.devices.shape
     axes = tuple(names.index(name) for name in step.axes)
@@ -81,4 +86,5 @@ def _recut(x: jax.Array, step: Change, mesh: Mesh) -> jax.Array:
     number = np.arange(len(step.old)).reshape([lengths[a] for a in by_mesh])
     number = number.transpose([by_mesh.index(a) for a in axes]).ravel().tolist()
     recut = Recut.between(step.dim, axes, step.old, step.new)
-    return recut.receive(recut.exchange(tuple(names[a] for a in by_mesh), recut.send(x, here), number), here)
+    sent = recut.send(x, here)
+    return recut.receive(recut.exchange(tuple(names[a] for a in by_mesh), sent, number, each), here)

@@ -11,15 +11,18 @@ import pytest
 from jax import lax
 from lowering_options import ALONE
 from slow_devices import first_devices, thin_cluster
+from storages import storages
 
 import hapsynth
 from hapsynth import _jax
 from hapsynth.graph.ir import Graph
 from hapsynth.hlo.latency_profile import latency_profile
 from hapsynth.hlo.text import HloError
+from hapsynth.instructions.layout import R, S
 from hapsynth.instructions.program.program import Convert, Instruction, Program, reads
-from hapsynth.lower import Lowered, _pinned, compile_with
+from hapsynth.lower import IsolatedProgram, Lowered, _pinned, compile_with
 from hapsynth.lower._pinned import OPTIONS, is_pinned
+from hapsynth.running import drift, transfer
 from hapsynth.search.cost.collective_price import NetworkPrice
 
 COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute")
@@ -164,6 +167,47 @@ def test_data_orders_what_nothing_else_does(by_barriers: bool) -> None:
     closed = jax.make_jaxpr(lowered.on_mesh)(*(s.struct() for s in (*lowered.inputs, *lowered.constants)))
     (mapped,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "shard_map")
     assert depend(_jax.open_jaxpr(mapped.params["jaxpr"])[0]) == [False, not by_barriers]
+
+
+@pytest.mark.parametrize(("name", "sent"), [("exchanger", 2), ("_comparing", 4), ("_copying", 2)])
+def test_programs_beside_a_plan_keep_their_order_too(
+    name: str, sent: int, by_barriers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pinned, "is_pinned", lambda platform: True)
+    monkeypatch.setattr(_pinned, "OPTIONS", {"no_option": True})
+    source = storages((4, 2), (S(0), R), {0: ((0,), (9, 1, 1, 1))}, {}, "float32", (12, 5))[0]
+    x = jax.ShapeDtypeStruct(source.struct().shape, np.complex64 if name == "_copying" else np.float32)
+    made: dict[str, Any] = {
+        "exchanger": (transfer.exchanger, (transfer.Change(0, ("a",), (9, 1, 1, 1), (5, 3, 3, 1)),), False),
+        "_comparing": (drift._comparing, ("b",), ()),
+        "_copying": (drift._copying, ("b",), False),
+    }
+    make, *options = made[name]
+    # Not what is kept of plans that run here.
+    fn = make.__wrapped__(source.mesh, source.spec, *options)
+    jaxpr = fn.trace(x).jaxpr.jaxpr
+    while not (mapped := [e for e in jaxpr.eqns if e.primitive.name == "shard_map"]):
+        jaxpr = _jax.open_jaxpr(jaxpr.eqns[0].params["jaxpr"])[0]
+    body = _jax.open_jaxpr(mapped[0].params["jaxpr"])[0]
+    chain = collective_chain(body)
+    assert [flat for _, flat, _ in chain] == [True] * sent
+    waits = [waits for _, _, waits in chain] if by_barriers else depend(body)
+    assert waits == [False] + [True] * (sent - 1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_option"):
+        fn.lower(x).compile()
+
+
+def test_a_device_alone_sends_nothing_to_wait_for() -> None:
+    """What `Monitor` times: it is traced on no mesh."""
+    asked: dict[str, Any] = {"cluster": thin_cluster((3.0, 1.0)), "leave_out": False, "fixed": {"[1]": "S(0)"}}
+    plan = hapsynth.synthesize(scaled, arguments(scaled), first_devices(2), **asked)
+    assert plan.program.collectives()
+    assert plan.mesh is not None
+    graph, program, sizes = plan.traced.graph, plan.program, plan.sizes
+    alone = IsolatedProgram(graph, program, sizes, plan.mesh, donate=False, platform="gpu")
+    for run, operands in alone.compiled_runs():
+        made = jax.block_until_ready(run(*operands()))
+        assert [x.dtype for x in made] == [s.dtype for s in alone.outputs if s is not None]
 
 
 def ancestors(jaxpr: Any, eqn: Any) -> set[str]:
