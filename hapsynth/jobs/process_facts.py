@@ -144,8 +144,8 @@ def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
             (device,) = part.devices()
             held[device] = held.get(device, 0) + part.nbytes
     positions = dict(zip(plan.mesh.devices.flat, plan.devices))
-    local = plan.mesh.local_devices
-    needs = {d: max(0, int(plan.memory[positions[d]]) - held.get(d, 0)) for d in local}
+    local, held_bytes = plan.mesh.local_devices, plan.held_bytes
+    needs = {d: max(0, int(held_bytes[positions[d]]) - held.get(d, 0)) for d in local}
     if local[0].platform != "cpu":
         rows, machine = [[str(d), needs[d], _device_memory.free(d)] for d in local], [0, -1]
     else:

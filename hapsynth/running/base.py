@@ -32,7 +32,17 @@ from hapsynth.lower import (
     own_mesh,
 )
 from hapsynth.running.arguments import Arguments
-from hapsynth.running.form import Chosen, Form, check_form, chosen_form, is_even, no_overlap, not_fused, only_exact
+from hapsynth.running.form import (
+    Chosen,
+    Form,
+    check_form,
+    chosen_form,
+    held_bytes,
+    is_even,
+    no_overlap,
+    not_fused,
+    only_exact,
+)
 from hapsynth.search.cost.collective_price import NetworkPrice
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.result import Result
@@ -146,6 +156,11 @@ class Planned(ABC):
         return self.result.memory_bytes
 
     @property
+    def held_bytes(self) -> tuple[float, ...]:
+        """As `memory`, in the form in which it runs."""
+        return held_bytes(self.form, self.traced.graph, self.result, self.cluster)
+
+    @property
     def memory_limit(self) -> float:
         """Bytes that every device that takes part has: the least of all."""
         return min(self.result.memory_limit_bytes[d] for d in self.devices)
@@ -244,7 +259,7 @@ class Planned(ABC):
         graph, program, sizes, mesh = self.traced.graph, self.program, self.sizes, self.mesh
         options = self.result.lowering
         if self.form == "staged":
-            limits, held = self.result.memory_limit_bytes, self.result.memory_bytes
+            limits, held = self.result.memory_limit_bytes, self.held_bytes
             return lower_staged(
                 graph,
                 program,

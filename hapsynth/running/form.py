@@ -17,8 +17,11 @@ from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.lower import is_pinned, unlike_in_process
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.memory.profile import peak
+from hapsynth.search.memory.profile import MemoryProfile, peak
+from hapsynth.search.planning.makespan.final_schedule import under_way_in
 from hapsynth.search.result import Result
+from hapsynth.search.scheduling.tasks import tasks_of
+from hapsynth.search.scheduling.timeline import simulate
 
 _LEAST_SPEEDUP_OF_STAGES = 1.2
 """Between CPUs: the predicted speedup by overlap from which a plan runs in stages. One program has no stages to start,
@@ -123,6 +126,23 @@ def no_overlap(form: Form, mesh: Mesh | None, *, even: bool = False) -> str:
 def _sends_in_loops(graph: Graph, result: Result) -> bool:
     sent = (i for i in result.program.instructions if isinstance(i, Convert) and i.is_collective)
     return any(graph.runs[i.region] > 1 for i in sent)
+
+
+def held_bytes(form: Form, graph: Graph, result: Result, cluster: Cluster) -> tuple[float, ...]:
+    """Predicted peak bytes of each device of the cluster in a form, 0 for one that is left out: a plan that was made
+    for padded shards may run in one that stores them at their exact size."""
+    if result.exact or not holds_exact(form):
+        return result.memory_bytes
+    program, sizes = result.program, result.sizes
+    used = tuple(range(cluster.n)) if result.devices is None else result.devices
+    room = replace(result.room, exact=True)
+    costs = CostModel(graph, cluster.subset(used), FactorTable(graph), program.axes, room, result.lowering)
+    under_way: dict[int, int] = {}
+    if result.overlap:
+        tasks = tasks_of(program, sizes, costs)
+        under_way = under_way_in(simulate(tasks, range(len(tasks.machine))))
+    held = MemoryProfile(graph, program, sizes.classes, costs, under_way).peaks(sizes)
+    return tuple(dict(zip(used, held, strict=True)).get(d, 0.0) for d in range(cluster.n))
 
 
 def only_exact(graph: Graph, result: Result, cluster: Cluster) -> str:

@@ -26,7 +26,7 @@ from hapsynth.hlo.replay import Replay, replay
 from hapsynth.hlo.text import HloError
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.lower import Latencies, Lowered, Staged, alike, compile_with, lower, lower_fused, lower_staged, own_mesh
-from hapsynth.running.form import Chosen, Form, chosen_form, only_exact
+from hapsynth.running.form import Chosen, Form, chosen_form, held_bytes, only_exact
 from hapsynth.running.plan_file import read_plan
 from hapsynth.search.cost.collective_price import NetworkPrice
 from hapsynth.search.cost.model import CostModel
@@ -125,8 +125,8 @@ class _Saved:
     def held(self, form: Chosen, *, without_triton: bool) -> float:
         """Predicted bytes of the device of this kind that holds most. Staged: as the plan has them, and a workspace."""
         if form == "staged":
-            workspace = self._library(without_triton).workspace
-            return max(self.result.memory_bytes[self.used[i]] for i in self.own) + workspace + SMALL
+            held = held_bytes(form, self.traced.graph, self.result, self.cluster)
+            return max(held[self.used[i]] for i in self.own) + self._library(without_triton).workspace + SMALL
         fused, library = form == "fused", self._library(without_triton)
         costs, program, sizes = self._costs(exact=fused), self.result.program, self.result.sizes
         # Padded shards are alike on all.

@@ -30,6 +30,7 @@ from hapsynth.cli import launch as cli_launch
 from hapsynth.cli.launch import place
 from hapsynth.cli.main import main
 from hapsynth.cli.options import parser
+from hapsynth.cluster.compiler_target import compiler_target
 from hapsynth.jobs import preflight, process_facts
 from hapsynth.jobs.batch_system import Task, started_by
 from hapsynth.jobs.launch import Launch, _label, _listed_gpus, _signals, launch, launched
@@ -39,6 +40,8 @@ from hapsynth.rendezvous import meeting
 from hapsynth.rendezvous.address import JobError, Timeouts, free_ports, parse_address
 from hapsynth.rendezvous.server import INITIALIZING
 from hapsynth.running import allgather
+from hapsynth.search.memory.profile import held_by
+from hapsynth.targets.target_process import _Saved
 
 ROOT = Path(__file__).parents[2]
 FACTS: dict[str, Any] = {
@@ -237,6 +240,23 @@ def test_a_mesh_that_leaves_out_a_process_for_anothers_second_device(
 ) -> None:
     found = left_out(mesh, devices)
     assert re.search(says, found) if says else not found
+
+
+def test_a_form_of_exact_shards_needs_no_room_for_padded_ones() -> None:
+    """A plan that was made without its form, as `hapsynth search` does."""
+    fn, x = lambda x: (jnp.sin(x) * x).sum(), np.ones((4096, 64), np.float32)
+    cluster, mesh = slow_cluster((3.0, 1.0)), Mesh(np.array(jax.devices()[:2]), ("d",))
+    padded = hapsynth.synthesize(fn, (x,), mesh, cluster=cluster, fixed={"[0]": "S(0)"})
+    with_result = lambda result: hapsynth.Plan(padded.traced, result, cluster, mesh, fn, form="staged")
+    exact = with_result(dataclasses.replace(padded.result, exact=True))
+    held = held_by(padded.program, padded.sizes, exact.cost_model())
+    assert sum(held) < sum(padded.memory)
+    needed = lambda plan: process_facts.of_plan(plan, [])["machine"][0]
+    assert needed(padded) == sum(map(int, padded.memory))
+    assert needed(with_result(padded.result)) == sum(map(int, held))
+    at_exact = dataclasses.replace(exact.result, memory_bytes=held)
+    saved = (_Saved(padded.traced, r, cluster, compiler_target("T4")) for r in (padded.result, at_exact))
+    assert len({one.held("staged", without_triton=True) for one in saved}) == 1
 
 
 def test_processes_of_one_machine_share_its_memory() -> None:
