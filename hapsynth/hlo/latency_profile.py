@@ -8,13 +8,13 @@ which it says take no time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from hapsynth.cluster.device_kinds import DeviceKind
-from hapsynth.hlo.collectives import collectives_of
+from hapsynth.hlo.collectives import collectives_of, trips_of
 from hapsynth.hlo.replay import RUN_OTHERS, Price, kernel_seconds, steps_of
 from hapsynth.hlo.text import Module, parse
 
@@ -28,9 +28,11 @@ next transfer would wait for the rest of it."""
 
 
 class _Timed(NamedTuple):
+    """`runs`: what it is: a collective, a kernel, or a loop, branch or call, whose seconds are of all that it runs."""
+
     name: str
     seconds: float
-    is_sent: bool
+    runs: Literal["collective", "kernel", "others"]
 
 
 def latency_profile(text: str, kind: DeviceKind, price: Price) -> bytes:
@@ -41,22 +43,36 @@ def latency_profile(text: str, kind: DeviceKind, price: Price) -> bytes:
     if not collectives_of(text):
         return b""
     module = parse(text)
-    timed = [*_timed(module, module.entry, kind, price)]
-    shortest = _LEAST_HIDDEN * _time_weighted_median([one.seconds for one in timed if not one.is_sent])
-    told = {name: 0.0 if is_sent and seconds < shortest else seconds for name, seconds, is_sent in timed}
+    timed, _ = _timed(module, module.entry, kind, price)
+    shortest = _LEAST_HIDDEN * _time_weighted_median([one.seconds for one in timed if one.runs == "kernel"])
+    told = {one.name: 0.0 if one.runs == "collective" and one.seconds < shortest else one.seconds for one in timed}
     return "".join(f'costs {{ name: "{name}" cost_us: {_UNITS * s:.3f} }}\n' for name, s in told.items()).encode()
 
 
-def _timed(module: Module, computation: str, kind: DeviceKind, price: Price) -> Iterator[_Timed]:
-    """Each instruction that takes time, also in loops and branches."""
+def _timed(module: Module, computation: str, kind: DeviceKind, price: Price) -> tuple[list[_Timed], float]:
+    """Each instruction that takes time, also in loops and branches, and the seconds of all, one after the other. A loop
+    of unknown trips counts once; of branches the longest does."""
+    found, total = list[_Timed](), 0.0
     for i, start, work in steps_of(module, computation):
         if start is not None:
-            yield _Timed(i.name, price(start), True)
+            one = _Timed(i.name, price(start), "collective")
         elif work is not None:
-            yield _Timed(i.name, kernel_seconds(work, kind), False)
+            one = _Timed(i.name, kernel_seconds(work, kind), "kernel")
         elif i.opcode in RUN_OTHERS:
-            for name in i.computations():
-                yield from _timed(module, name, kind, price)
+            each = [_timed(module, name, kind, price) for name in i.computations()]
+            for inner, _ in each:
+                found += inner
+            if i.opcode == "async-start":
+                # On a stream of its own.
+                continue
+            known = trips_of(i)
+            longest = max((seconds for _, seconds in each), default=0.0)
+            one = _Timed(i.name, longest * (1 if known is None else known), "others")
+        else:
+            continue
+        found.append(one)
+        total += one.seconds
+    return found, total
 
 
 def _time_weighted_median(seconds: Sequence[float]) -> float:

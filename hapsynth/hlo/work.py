@@ -19,7 +19,7 @@ from hapsynth.hlo.text import Instruction, Module
 FREE = frozenset(
     (
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
-        *("opt-barrier", "copy-done", "add-dependency", "async-done", "async-update"),
+        *("opt-barrier", "add-dependency", "async-update"),
     )
 )
 """What starts no kernel."""

@@ -43,11 +43,22 @@ ENTRY %main (z: f32[8]) -> f32[8] {
 """
 
 
-def test_all_that_takes_time_is_named_once() -> None:
-    text = latency_profile(LOOP, KIND, lambda one: 2e-3).decode()
+@pytest.mark.parametrize(
+    ("runs", "trips"),
+    [
+        ("while(%k.2), condition=%test, body=%body", 1),
+        ('while(%k.2), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"5"}}', 5),
+        ("call(%k.2), to_apply=%body", 1),
+        ("conditional(%i, %k.2, %k.2), branch_computations={%test, %body}", 1),
+    ],
+)
+def test_all_that_takes_time_is_named_once(runs: str, trips: int) -> None:
+    """A loop, a branch or a call takes what it runs."""
+    module = LOOP.replace("while(%k.2), condition=%test, body=%body", runs)
+    text = latency_profile(module, KIND, lambda one: 2e-3).decode()
     found = {name: float(cost) for name, cost in re.findall(r'costs \{ name: "(.*?)" cost_us: (\S+) \}', text)}
     # 32 bytes read and 32 written, in hundredths of a microsecond.
-    assert found == {"k.1": 6400.0, "k.2": 6400.0, "start": 200000.0}
+    assert found == {"k.1": 6400.0, "k.2": 6400.0, "start": 200000.0, "w": trips * 206400.0}
     assert len(text.splitlines()) == len(found)
 
 
