@@ -46,10 +46,13 @@ class NetworkPrice:
     def _permuted(self, one: Collective) -> float:
         """One block from each that sends."""
         senders, receivers = np.array(one.members).T
-        for link, line_of in zip(self._along, self._lines, strict=True):
+        lengths = [n for _, n in self.axes]
+        for axis, (link, line_of) in enumerate(zip(self._along, self._lines, strict=True)):
             if "reshare" in link.curves and (line_of[senders] == line_of[receivers]).all():
-                start, per_byte = link.permute
-                return start + one.held_bytes * per_byte
+                start, per_byte = link.rounds
+                place_of = devices_of(lengths, [axis])
+                away = (place_of[receivers] - place_of[senders]) % link.n
+                return start + one.held_bytes * float(per_byte[away[away > 0] - 1].max(initial=0.0))
         hosts = np.array(self.cluster.hosts)
         per_byte = permute_per_byte(self.cluster, hosts[senders], hosts[receivers])
         return self._between(one.members).latency + one.held_bytes * per_byte

@@ -66,7 +66,10 @@ def test_a_permute_takes_what_its_pairs_cross() -> None:
     assert each[PLACES] == each[(2, 0), (3, 0)] == pytest.approx(1e-5 + 2 * 1024 * 1e-9)
     assert each[(0, 2),] == pytest.approx(1e-5 + 1024 * 1e-9)
     measured = replace(FOUR, collectives={"hap": {"reshare": Curve(((0.0, 1e-3), (1024.0, 3e-3)))}})
-    assert NetworkPrice(measured, [("hap", 4)])(collective("collective-permute", HOSTS)) == pytest.approx(3e-3)
+    # Measured one place on, where one device of a host sends to the other: both do, two places on.
+    for pairs, seconds in ((HOSTS, 3e-3), (((3, 2), (1, 0)), 3e-3), (PLACES, 5e-3), (((0, 2), (2, 0), (3, 3)), 5e-3)):
+        price = NetworkPrice(measured, [("hap", 4)])(collective("collective-permute", pairs))
+        assert price == pytest.approx(seconds)
 
 
 def step(w: jax.Array, x: jax.Array) -> jax.Array:
