@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
+from math import fsum, prod
 from typing import NamedTuple
 
 from hapsynth.graph.ir import Graph
@@ -15,6 +15,7 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import conversion_cost, load_seconds, shares
 from hapsynth.search.cost.program_index import ProgramIndex
 from hapsynth.search.result import Result
+from hapsynth.search.scheduling.tasks import Machine, tasks_of
 
 
 class Predicted(NamedTuple):
@@ -49,6 +50,11 @@ def predicted(graph: Graph, result: Result, costs: CostModel, device: int) -> Pr
             found.computing_s + runs * seconds[number],
             found.sending_s,
         )
+    if result.overlap:
+        # Bundles have one latency.
+        tasks = tasks_of(program, sizes, costs)
+        sent = (s for s, machine in zip(tasks.longest, tasks.machine, strict=True) if machine is Machine.LINK)
+        found = found._replace(sending_s=fsum([*sent, *tasks.sent_in.values()]))
     return found
 
 

@@ -1,6 +1,8 @@
 """What a compiled plan takes on a card: the network's price for XLA's collectives, and what the plan says beside it."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import known_kinds
 from hapsynth.hlo.collectives import Collective
 from hapsynth.instructions.layout import R
+from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.staging.stages import Cond, Stage, split
 from hapsynth.search.cost.collective_price import NetworkPrice
 from hapsynth.search.cost.network import axis_links
@@ -76,9 +79,9 @@ def step(w: jax.Array, x: jax.Array) -> jax.Array:
     return w - 0.1 * jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)
 
 
-def planned() -> hapsynth.Plan:
+def planned(fn: Callable[..., Any] = step) -> hapsynth.Plan:
     shapes = jax.ShapeDtypeStruct((16, 16), jnp.float32), jax.ShapeDtypeStruct((64, 16), jnp.float32)
-    return hapsynth.synthesize(step, shapes, thin_cluster((3.0, 3.0, 1.0, 1.0)), leave_out=False, fixed={"[1]": "S(0)"})
+    return hapsynth.synthesize(fn, shapes, thin_cluster((3.0, 3.0, 1.0, 1.0)), leave_out=False, fixed={"[1]": "S(0)"})
 
 
 def test_a_device_does_the_flops_of_its_shares() -> None:
@@ -93,6 +96,19 @@ def test_a_device_does_the_flops_of_its_shares() -> None:
         assert one.computing_s > 0
     # Sums of the parts that all devices take.
     assert each[0].sending_s == each[3].sending_s > 0
+
+
+def test_what_goes_together_is_sent_once() -> None:
+    """Where a plan's collectives run beside computing, they go in bundles."""
+    sums = lambda w, x: (jnp.sum(x), jnp.sum(jnp.tanh(x)))
+    plan = planned(sums)
+    costs, graph, result = plan.cost_model(), plan.traced.graph, plan.result
+    computed = [i for i in plan.program.instructions if not isinstance(i, Convert)]
+    sent = [i._replace(bundle=1) for i in plan.program.instructions if isinstance(i, Convert)]
+    assert [i.step for i in sent] == ["all_reduce"] * 2
+    bundled = replace(result, overlap=True, program=replace(plan.program, instructions=(*computed, *sent)))
+    apart, beside = (predicted(graph, r, costs, 0).sending_s for r in (result, bundled))
+    assert beside == pytest.approx(apart - costs.links[0].seconds("all_reduce", 0.0))
 
 
 def test_the_branch_of_a_device_in_switches_of_so_many() -> None:
