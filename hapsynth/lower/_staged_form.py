@@ -129,7 +129,7 @@ class Staged(LoweredProgram):
     def fingerprint(self) -> str:
         """A digest of the collective stages' text, which must be the same in all processes, in their order."""
         digest = hashlib.sha256(b"overlap" if self.overlap else b"")
-        for lowered in self.collective_stages:
+        for lowered, _ in self.collective_stages:
             digest.update(lowered.as_text().encode())
         return digest.hexdigest()[:16]
 
@@ -184,14 +184,17 @@ class Staged(LoweredProgram):
         return {item: [compiled[x] for x in lowered] for item, lowered in self.stages.items()}
 
     @property
-    def collective_stages(self) -> list[Any]:
-        """JAX's lowered functions of the collective stages, in their order; alike in all processes."""
-        return [lowered[0] for item, lowered in self.stages.items() if isinstance(item, CollectiveStage)]
+    def collective_stages(self) -> list[tuple[Any, int]]:
+        """JAX's lowered functions of the collective stages, in their order, and how often each runs in a call; alike in
+        all processes."""
+        runs = _flat(self.items)
+        return [(x[0], runs[item]) for item, x in self.stages.items() if isinstance(item, CollectiveStage)]
 
     @property
-    def local_stages(self) -> list[list[Any]]:
+    def local_stages(self) -> list[tuple[list[Any], int]]:
         """Those of the local stages, each for each of `groups`."""
-        return [lowered for item, lowered in self.stages.items() if isinstance(item, LocalStage)]
+        runs = _flat(self.items)
+        return [(x, runs[item]) for item, x in self.stages.items() if isinstance(item, LocalStage)]
 
     # Local stages
 
@@ -429,17 +432,19 @@ def _is_scalar(wire: Wire) -> bool:
     return isinstance(wire, HostDecision) or (not wire.flat and len(wire.sent) == 1 and not wire.sent[0].shape)
 
 
-def _flat(items: Sequence[Item]) -> list[LocalStage | CollectiveStage]:
-    """All stages, those of loops and branches too."""
-    found: list[LocalStage | CollectiveStage] = []
+def _flat(items: Sequence[Item], runs: int = 1) -> dict[LocalStage | CollectiveStage, int]:
+    """All stages, those of loops and branches too, and how often each runs: as if a loop of unknown trips had one, and
+    all branches were taken."""
+    found: dict[LocalStage | CollectiveStage, int] = {}
     for item in items:
         match item:
             case HostLoop():
-                found += _flat([*item.test, *item.body])
+                found |= _flat([*item.test, *item.body], runs * (item.count if item.decision is None else 1))
             case HostCond():
-                found += [stage for branch in item.branches for stage in _flat(branch)]
+                for branch in item.branches:
+                    found |= _flat(branch, runs)
             case _:
-                found.append(item)
+                found[item] = runs
     return found
 
 

@@ -88,14 +88,15 @@ def compile_in_this_process(
 
 
 class _Compiled(NamedTuple):
-    """`texts`: of all programs that a device of this kind runs in a call, of which `sent` communicate.
-    `without_triton`: as `CompiledTarget` has it. `branches`: as `replay` takes them."""
+    """`texts`: of all programs that a device of this kind runs in a call, each `runs` times, of which `sent`
+    communicate. `without_triton`: as `CompiledTarget` has it. `branches`: as `replay` takes them."""
 
     peak: int
     texts: Sequence[str]
     sent: Sequence[str]
     without_triton: bool
     branches: Mapping[int, int] = MappingProxyType({})
+    runs: Sequence[int] = (1,)
 
 
 @dataclass(frozen=True)
@@ -165,13 +166,13 @@ class _Saved:
         return _Compiled(_peak(made), [text], [text], without, branches_of(lowered.steps, self.own[0]))
 
     def fused(self) -> _Compiled:
-        """The programs of the devices of this kind, one for each share that they have; the largest peak. Raises
-        RuntimeError where these have unlike collectives."""
+        """The programs of the devices of this kind, of the first of each share that they have, as in a process of its
+        own; the largest peak. Raises RuntimeError where these have unlike collectives."""
         places = [*np.ndindex(*(size for _, size in self.result.program.axes))]
         own = [places[i] for i in self.own]
         peaks, texts, without = list[int](), list[str](), False
         for numbers in alike(self.result.sizes, own):
-            of_these = partial(lower_fused, own=tuple(own[n] for n in numbers), scheduled=self.result.overlap)
+            of_these = partial(lower_fused, own=(own[numbers[0]],), scheduled=self.result.overlap)
             made, each = compiled_of(self._lowered(of_these, processes=True).lower(), self.latencies)
             peaks.append(_peak(made))
             texts.append(made.as_text())
@@ -191,19 +192,21 @@ class _Saved:
         assert isinstance(of_one, Staged)
         groups = [k for k, group in enumerate(of_all.groups) if {*self.own} & {*group.numbers}]
         mine = next(k for k, group in enumerate(of_all.groups) if self.own[0] in group.numbers)
-        local = [x for lowered in of_all.local_stages for k, x in enumerate(lowered) if k in groups]
-        own = [lowered[mine] for lowered in of_all.local_stages if mine < len(lowered)]
-        sent = of_one.collective_stages
+        local = [x for lowered, _ in of_all.local_stages for k, x in enumerate(lowered) if k in groups]
+        own = [(lowered[mine], runs) for lowered, runs in of_all.local_stages if mine < len(lowered)]
+        sent = [x for x, _ in of_one.collective_stages]
         compiled = {x: compiled_of(x) for x in dict.fromkeys([*local, *sent])}
         text = {x: made.as_text() for x, (made, _) in compiled.items()}
         peak = max((_peak(made) for made, _ in compiled.values()), default=0)
         without = any(each for _, each in compiled.values())
-        return _Compiled(peak, [text[x] for x in (*own, *sent)], [text[x] for x in sent], without)
+        called = [*own, *of_one.collective_stages]
+        texts, runs = [text[x] for x, _ in called], [n for _, n in called]
+        return _Compiled(peak, texts, [text[x] for x in sent], without, runs=runs)
 
     def replayed(self, compiled: _Compiled) -> Replay:
         """One call of a device of this kind: of several programs one after the other."""
         each = [replay(text, self.kind, self.price, compiled.branches) for text in compiled.texts]
-        return sum(each, Replay())
+        return sum((one.times(runs) for one, runs in zip(each, compiled.runs, strict=True)), Replay())
 
     @property
     def price(self) -> NetworkPrice:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from fused_cases import APART, CASES, arguments
-from slow_devices import thin_cluster
+from jax import lax
+from slow_devices import first_devices, thin_cluster
 
 import hapsynth
 from hapsynth.cli.main import main
@@ -21,6 +22,7 @@ from hapsynth.cluster.cluster import Cluster, ClusterError, Link
 from hapsynth.cluster.compiler_target import compiler_target
 from hapsynth.cluster.device_kinds import card_of, known_kinds
 from hapsynth.hlo.collectives import Collective
+from hapsynth.hlo.replay import Replay
 from hapsynth.targets import (
     CompiledTarget,
     TargetError,
@@ -150,6 +152,23 @@ def test_a_program_that_cannot_be_read_is_the_targets_fault(tmp_path: Path, monk
     assert (tmp_path / f"{CARDS[0]}-fused-0.txt").read_text() == "unread"
 
 
+def test_a_process_has_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fused form a program is of one device, whatever others have its shares."""
+    kinds = tuple(known_kinds()[name] for name in CARDS for _ in range(2))
+    plan = hapsynth.synthesize(step, (W, X), Cluster("cards", kinds, (0, 1, 2, 3), Link(1e12, 1e-6)), leave_out=False)
+    own: list[Any] = []
+
+    def refused(self: Any, form: Any, processes: bool) -> Any:
+        own.append(form.keywords["own"])
+        raise NotImplementedError
+
+    monkeypatch.setattr(target_process._Saved, "_lowered", refused)
+    for card in CARDS:
+        with pytest.raises(NotImplementedError):
+            target_process._Saved(plan.traced, plan.result, plan.cluster, compiler_target(card)).fused()
+    assert own == [((0,),), ((2,),)]
+
+
 def dies() -> Any:
     os.write(2, b"a fatal check\n")
     os.abort()
@@ -226,6 +245,24 @@ def test_compiled_for_two_cards(form: Any) -> None:
         assert t.replay.seconds == pytest.approx(t.replay.computing_s + t.replay.exposed_s)
         assert t.replay.sending_s > 0
         assert form != "staged" or t.replay.hidden == 0.0
+
+
+def test_stages_in_a_loop_run_in_every_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looped(x: Any) -> Any:
+        twice = lambda s, _: (s - jnp.sum(jnp.sin(s)), None)
+        return jnp.sum(lax.scan(lambda s, _: lax.scan(twice, s, None, length=3), x, None, length=5)[0])
+
+    kinds = (known_kinds()[CARDS[0]],) * 2
+    plan = hapsynth.synthesize(looped, (X,), Cluster("cards", kinds, (0, 1), Link(1e12, 1e-6)), fixed={"[0]": "S(0)"})
+    saved = target_process._Saved(plan.traced, plan.result, plan.cluster, compiler_target(CARDS[0]))
+    monkeypatch.setattr(target_process._Saved, "mesh", lambda self, processes: first_devices(2))
+    monkeypatch.setattr(target_process, "compiled_of", lambda lowered: (lowered.compile(), False))
+    monkeypatch.setattr(target_process, "_peak", lambda compiled: 1)
+    compiled = saved.staged()
+    assert {*compiled.runs} == {1, 5, 15}
+    assert sorted(compiled.runs[-len(compiled.sent) :]) == [1, 15]
+    monkeypatch.setattr(target_process, "replay", lambda *_: Replay(kernels=1))
+    assert saved.replayed(compiled).kernels == sum(compiled.runs)
 
 
 @needs_wheels
