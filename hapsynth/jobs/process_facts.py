@@ -112,6 +112,7 @@ def software(process: str, host: str, mesh: Mesh) -> Facts:
         "jaxlib": metadata.version("jaxlib"),
         "mesh": [[d.process_index, d.id, d.device_kind] for d in mesh.devices.flat],
         "platform": mesh.devices.flat[0].platform,
+        "threads": _jax.cpu_threads() if mesh.devices.flat[0].platform == "cpu" else None,
         "kinds": sorted({d.device_kind for d in mesh.local_devices}),
         "shards_autotuning": not flags or flags[-1].lower() not in ("false", "0"),
         "numerics": {name: getattr(jax.config, name, None) for name in _jax.NUMERICS},
@@ -209,7 +210,8 @@ def problems(facts: Sequence[Facts]) -> list[str]:
     for key, name in _VERSIONS.items():
         found += _alike(facts, key, f"{name} {{}}", f"install the same {name} everywhere")
     found += _of_plans(facts)
-    found += _alike(facts, "form", "a plan in {} form", "give form= the same everywhere, or leave it to be chosen")
+    way_out = f"give form= the same everywhere, or leave it to be chosen{_of_threads(facts)}"
+    found += _alike(facts, "form", "a plan in {} form", way_out)
     found += _alike(
         facts,
         "mesh",
@@ -246,10 +248,24 @@ _PARTS: tuple[tuple[str, str, str], ...] = (
 def _of_plans(facts: Sequence[Facts]) -> list[str]:
     for key, what, way_out in _PARTS:
         text = {"numerics": _settings, "arguments": _arguments, "code": _code}.get(key, str)
+        if key == "plan":
+            way_out += _of_threads(facts)
         found = _alike(facts, key, what, way_out, text, _differing(facts, key) if key in _IN_PARTS else None)
         if found:
             return found
     return []
+
+
+def _of_threads(facts: Sequence[Facts]) -> str:
+    """What else makes plans unlike that were asked for alike: collectives run beside computing where XLA has threads
+    for that."""
+    alone = [f["process"] for f in facts if f.get("threads") == 1]
+    if len(alone) in (0, len(facts)):
+        return ""
+    return (
+        f"; with overlap, XLA needs two threads in each process, and has one in {_several(alone)}: begin with the "
+        "environment variable NPROC=2 there"
+    )
 
 
 _IN_PARTS = ("numerics", "arguments", "code")

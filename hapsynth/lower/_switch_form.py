@@ -159,7 +159,9 @@ class Lowered(LoweredProgram):
 
     def _order(self) -> Order:
         """What keeps the collectives in order."""
-        return Chain(self.mesh.axis_names, self.local.platform) if self.flat else Order(self._ordered)
+        # Where collectives run beside computing each process schedules by its own threads and memory.
+        chained = self.flat or (self.scheduled and self.gloo is not None)
+        return Chain(self.mesh.axis_names, self.local.platform) if chained else Order(self._ordered)
 
     def _left(self, value: int, layout: Layout, env: Env, here: MeshPosition) -> Any:
         """An output: what was computed of padding, which may be no number, doesn't leave."""

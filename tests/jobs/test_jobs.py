@@ -106,6 +106,8 @@ def test_processes_that_fit_together() -> None:
             {"form": "staged", "lowered": "h"},
             "p0 has a plan in fused form, and p1 has a plan in staged form: give form=",
         ),
+        ({"form": "staged", "threads": 1}, "has one in p1: begin with the environment variable NPROC=2 there"),
+        ({"plan": "g", "threads": 1}, "has one in p1: begin with the environment variable NPROC=2 there"),
         ({"values": {**FACTS["values"], "[0]['w']": ["(1+0j)", "(3+0j)"]}}, "p0 and p1 have other values in [0]['w']"),
         ({"values": {**FACTS["values"], "[0]['key']": ["0", "1235"]}}, "p0 and p1 have other values in [0]['key']"),
         ({"mesh": [[1, 1, "G"], [0, 0, "G"]]}, "a mesh of devices 0:0, 1:1, and p1 has a mesh of devices 1:1, 0:0"),

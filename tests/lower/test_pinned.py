@@ -169,6 +169,22 @@ def test_data_orders_what_nothing_else_does(by_barriers: bool) -> None:
     assert depend(_jax.open_jaxpr(mapped.params["jaxpr"])[0]) == [False, not by_barriers]
 
 
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_data_orders_what_each_process_schedules_for_itself(scheduled: bool) -> None:
+    """With overlap a process takes the scheduler that its threads and its memory allow."""
+    apart = lambda x, v: (jnp.sum(jnp.sin(x)), jnp.min(jnp.sin(v)))
+    args = arguments(apart)
+    plan = hapsynth.synthesize(apart, args, first_devices(4), cluster=thin_cluster(UNEVEN), leave_out=False)
+    assert plan.mesh is not None
+    lowered = Lowered(plan.traced.graph, plan.program, plan.sizes, plan.mesh, donate=False, scheduled=scheduled)
+    lowered.gloo = hapsynth.LoweringOptions()
+    closed = jax.make_jaxpr(lowered.on_mesh)(*(s.struct() for s in (*lowered.inputs, *lowered.constants)))
+    (mapped,) = (e for e in closed.jaxpr.eqns if e.primitive.name == "shard_map")
+    ordered = depend(_jax.open_jaxpr(mapped.params["jaxpr"])[0])
+    assert len(ordered) > 1
+    assert ordered == [False] + [scheduled] * (len(ordered) - 1)
+
+
 @pytest.mark.parametrize(("name", "sent"), [("exchanger", 2), ("_comparing", 4), ("_copying", 2)])
 def test_programs_beside_a_plan_keep_their_order_too(
     name: str, sent: int, by_barriers: bool, monkeypatch: pytest.MonkeyPatch
