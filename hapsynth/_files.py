@@ -14,12 +14,12 @@ _PREFIX = 32
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a file that is there whole or not at all; OSError where that cannot be done. Links stay links, what is
     there keeps its permissions, and devices and pipes are written to."""
-    target = resolved(path)
     try:
-        if is_special(target):
-            target.write_text(text, encoding="utf-8")
+        # Of a pipe the name behind links may be none that can be opened.
+        if is_special(Path(path)):
+            Path(path).write_text(text, encoding="utf-8")
         else:
-            _write_and_rename(target, text)
+            _write_and_rename(resolved(path), text)
     except OSError as error:
         # Name the file that was asked for, not the temporary one.
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None

@@ -185,7 +185,7 @@ class Factors:
         if any(map(is_extended, (*op.dtypes, *op.result_dtypes))):
             return None
         results = tuple(P("max" if dtype == np.bool_ else "sum") for dtype in op.result_dtypes)
-        return Triple((R,) * len(op.operands), results)
+        return Triple((R,) * len(op.operands), results) if all(map(can_be, results, op.result_dtypes)) else None
 
     def agreed(self, triples: Triples, axes: Collection[int]) -> Triples | None:
         """The triples with none along `axes` by which each device runs the op for itself: `one_to_all` instead. None

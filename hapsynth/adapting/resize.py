@@ -14,7 +14,8 @@ from hapsynth.running.allgather import agreed
 from hapsynth.running.base import P, Planned
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
-from hapsynth.search.memory.profile import held_by
+from hapsynth.search.memory.profile import MemoryProfile, held_by
+from hapsynth.search.planning.makespan.final_schedule import under_way_in
 from hapsynth.search.scheduling.timeline import program_timeline
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.ratios import proportional
@@ -37,9 +38,11 @@ def best_sizes(
 
 def resized(plan: P, sizes: Sizes, costs: CostModel, cluster: Cluster, traced: Traced | None = None) -> P:
     """The plan at these sizes; its bounds do not hold on another cluster or at other shapes."""
-    memory = np.zeros(plan.cluster.n)
-    memory[list(plan.devices)] = held_by(plan.program, sizes, costs)
+    memory, held = np.zeros(plan.cluster.n), held_by(plan.program, sizes, costs)
     timeline = program_timeline(plan.program, sizes, costs) if plan.result.overlap else None
+    if timeline is not None:
+        held = MemoryProfile(costs.graph, plan.program, sizes.classes, costs, under_way_in(timeline)).peaks(sizes)
+    memory[list(plan.devices)] = held
     result = replace(
         plan.result,
         sizes=sizes,

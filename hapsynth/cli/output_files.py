@@ -47,11 +47,11 @@ class Outputs:
         path = resolved(name)
         if name in self._temporary or path in map(resolved, self._temporary):
             raise UsageError(f"{option} {name}: another output is written to the same file")
-        if path in self._inputs and not is_special(path):
+        if path in self._inputs and not is_special(Path(name)):
             raise UsageError(f"{option} {name}: this command reads that file; give another name")
         if path.is_dir():
             raise UsageError(f"{option} {name}: is a folder; give a file name")
-        if is_special(path):
+        if is_special(Path(name)):
             return
         if not path.parent.is_dir():
             raise UsageError(f"{option} {name}: the folder {path.parent} does not exist")
@@ -79,7 +79,7 @@ class Outputs:
         path = resolved(name)
         try:
             if name not in self._temporary:
-                _write_through(path, save)
+                _write_through(Path(name), save)
             else:
                 temporary = self._temporary[name]
                 save(temporary)

@@ -121,7 +121,7 @@ def shard(mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
         if np.shape(leaf) != a.shape:
             raise ValueError(f"argument {name} has shape {np.shape(leaf)}, and the program is for {a.shape}")
         # As JAX takes it.
-        dtype = jax.numpy.result_type(leaf)
+        dtype = jax.numpy.result_type(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
         if str(dtype) != a.dtype:
             raise TypeError(f"argument {name} is {dtype}, and the program is for {a.dtype}")
         return a.pad(leaf, mesh)

@@ -186,7 +186,9 @@ def _selects(op: Op) -> list[int]:
         return list(range(2, count))
     if name == "ragged_dot_general":
         return [2]
-    return list(range(count)) if name in ("eq", "ne", "lt", "le", "gt", "ge") else []
+    # Of single numbers no one-hot vector is made; what way control flow goes is agreed on by itself.
+    compares = name in ("eq", "ne", "lt", "le", "gt", "ge") and any(op.shapes)
+    return list(range(count)) if compares else []
 
 
 @dataclass(frozen=True, eq=False)

@@ -375,7 +375,7 @@ def _signals() -> Generator[list[int]]:
 
 def _listed_gpus(visible: str) -> int:
     """The devices of CUDA_VISIBLE_DEVICES: CUDA heeds none from the first on that is none, such as -1."""
-    is_device = lambda part: re.fullmatch(r"\s*(\d+|(GPU|MIG)-.+)", part) is not None
+    is_device = lambda part: re.fullmatch(r"\s*(\d+|(GPU|MIG)-.+)\s*", part) is not None
     return len(list(takewhile(is_device, visible.split(","))))
 
 

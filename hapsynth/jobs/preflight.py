@@ -67,7 +67,8 @@ def before_placing(plan: Planned, donate: bool) -> None:
         return
     if donate not in _checked.get(plan, ()):
         as_batch_work()
-        meeting.gather(None, ranks_of(plan.mesh))
+        with meeting.doing("placing arguments"):
+            meeting.gather(None, ranks_of(plan.mesh))
 
 
 def before_call(plan: Planned, arguments: Sequence[Any], donate: bool) -> None:

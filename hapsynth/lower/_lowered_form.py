@@ -148,9 +148,9 @@ class LoweredProgram(ABC):
     @cached_property
     def placed_constants(self) -> list[Any]:
         """The graph's constants on the mesh: placed once, passed as arguments, never compiled in."""
-        # A NumPy array may be written to later, JAX's be donated, to this plan too.
+        # JAX arrays can't change, so they may be shared; a NumPy array may be written to later.
         constants = zip(self.constants, self.graph.constants.values(), strict=True)
-        return [s.put(x, copy=True) for s, x in constants]
+        return [s.put(x, copy=not isinstance(x, jax.Array)) for s, x in constants]
 
     @cached_property
     def steps(self) -> list[Step]:

@@ -173,7 +173,8 @@ class Meeting:
         # Counted by the processes that meet: others may have met without this one.
         self.held[ranks] += 1
         doing = "" if self.client.doing == AT_WORK else f" ({self.client.doing})"
-        aside = self._caller not in (0, threading.get_ident())
+        caller = self._caller or threading.main_thread().ident
+        aside = caller != threading.get_ident()
         return self.client.gather(f"meeting {self.held[ranks]}{doing}", said, ranks, patient=patient, aside=aside)
 
     @contextmanager

@@ -3,11 +3,10 @@ serves it where process 0 is to run; without it process 0 does.
 
 Each line is a JSON object. A process says `hello` with what it is, `gather` with a name, the processes that take part,
 its value and, from the thread that makes its calls, how many it had begun, `beat` with how many it has begun of plans
-of which processes, and `leave`. It is told `welcome`,
-`gathered` with all values, `waiting` with who is missing, `peers` with where the others answer, `beat`, and `over` with
-the reason why the job ends. A launcher says `ended` of a process that has, `stopped` of one that a signal has, and
-`interrupted` of itself. Where a connection carries nothing any more, `again` on a new one is a sign of life,
-too: TCP waits ever longer before it sends once more.
+of which processes, and `leave`. It is told `welcome`, `gathered` with all values, `waiting` with who is missing,
+`peers` with where the others answer, `beat`, and `over` with the reason why the job ends. A launcher says `ended` of a
+process that has, `stopped` of one that a signal has, and `interrupted` of itself. Where a connection carries nothing
+any more, `again` on a new one is a sign of life, too: TCP waits ever longer before it sends once more.
 """
 
 from __future__ import annotations

@@ -110,9 +110,10 @@ class Arguments:
             self._moved.update(moved)
             said = ", ".join(self.traced.in_paths[i] for i in moved)
             logger.info("each call moves %s, which the plan keeps otherwise: plan.adopt moves an argument once", said)
-        if len(set(map(id, stored))) < len(stored):
+        # What the function closes over may be the very array that is given.
+        seen = set(map(id, lowered.placed_constants))
+        if len(set(map(id, stored))) < len(stored) or not seen.isdisjoint(consumed):
             # The same array given twice cannot be consumed and used, nor consumed twice.
-            seen: set[int] = set()
             for i, (x, storage) in enumerate(zip(stored, lowered.inputs)):
                 if id(x) in seen and id(x) in consumed:
                     stored[i] = storage.duplicate(x)

@@ -20,8 +20,7 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.memory.profile import MemoryProfile, peak
 from hapsynth.search.planning.makespan.final_schedule import under_way_in
 from hapsynth.search.result import Result
-from hapsynth.search.scheduling.tasks import tasks_of
-from hapsynth.search.scheduling.timeline import simulate
+from hapsynth.search.scheduling.timeline import program_timeline
 
 _LEAST_SPEEDUP_OF_STAGES = 1.2
 """Between CPUs: the predicted speedup by overlap from which a plan runs in stages. One program has no stages to start,
@@ -137,10 +136,7 @@ def held_bytes(form: Form, graph: Graph, result: Result, cluster: Cluster) -> tu
     used = tuple(range(cluster.n)) if result.devices is None else result.devices
     room = replace(result.room, exact=True)
     costs = CostModel(graph, cluster.subset(used), FactorTable(graph), program.axes, room, result.lowering)
-    under_way: dict[int, int] = {}
-    if result.overlap:
-        tasks = tasks_of(program, sizes, costs)
-        under_way = under_way_in(simulate(tasks, range(len(tasks.machine))))
+    under_way = under_way_in(program_timeline(program, sizes, costs)) if result.overlap else {}
     held = MemoryProfile(graph, program, sizes.classes, costs, under_way).peaks(sizes)
     return tuple(dict(zip(used, held, strict=True)).get(d, 0.0) for d in range(cluster.n))
 

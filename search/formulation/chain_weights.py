@@ -1,7 +1,8 @@
 """The additive problem whose costs are the lengths of chains, weighted: its optimum is a lower bound on the makespan.
 
 For weights of chains that sum to 1, no program's makespan is below its weighted chain lengths, and these are a sum over
-its choices. The programs are those of a plain builder: conversions go the ways that are the cheapest without weights.
+its choices. The programs are those of a plain builder, whose conversions go the ways that are the cheapest without
+weights, or all (`ChainCosts.certain`).
 """
 
 from __future__ import annotations
@@ -155,15 +156,12 @@ class ChainCosts:
             before, total = np.zeros(tensors.shape), np.zeros(len(options))
             number = ways.layouts.number
             for n, option in enumerate(options):
-                made = number[option.computed]
-                seconds, hops = least.reached(made, [number[t] for t in option.targets])
-                total[n] = 0.0 if np.isfinite(seconds) else np.inf
-                so_far = {made: 0.0}
-                for a, b, _ in hops:
-                    so_far[b] = so_far[a] + least.single[a, b]
-                    total[n] += least.single[a, b]
-                # What lies on no cheapest way comes no sooner than by its own.
-                before[n] = [so_far.get(t, least.seconds[made, t]) for t in tensors[n].tolist()]
+                made, targets = number[option.computed], [number[t] for t in option.targets]
+                total[n], so_far = _shared(ways, least, made, targets)
+                before[n] = [so_far[t] for t in tensors[n].tolist()]
+                if self.certain:
+                    total[n] = min(total[n], _shared(least, least, made, targets)[0])
+                    before[n] = least.seconds[made, tensors[n]]
             return self._counted(total), tensors, self._counted(before)
 
         return self.builder.once(("chain offers", ways, options, inside, self.certain), make)
@@ -263,6 +261,16 @@ class ChainCosts:
             return tuple(self.along(value, inside)[tensors[n][which], targets[target]]), tuple(before[n, which])
 
         return self.builder.once(("nearest", ways, options, n, needs, group, inside, home, self.certain), make)
+
+
+def _shared(ways: Conversions, least: Conversions, made: int, targets: Sequence[int]) -> tuple[float, dict[int, float]]:
+    """Seconds to bring what is made in one layout to others too, some ways, at the `least` that each step takes; and
+    those that lie before each layout."""
+    seconds, hops = ways.reached(made, targets)
+    so_far = {made: 0.0}
+    for a, b, _ in hops:
+        so_far[b] = so_far[a] + least.single[a, b]
+    return sum(least.single[a, b] for a, b, _ in hops) if np.isfinite(seconds) else np.inf, so_far
 
 
 class IdealChainCosts(ChainCosts):

@@ -1,4 +1,4 @@
-"""What orbax saves of a plan's state is read by orbax alone. Skipped where it is not installed: `hapsynth[orbax]`."""
+"""What orbax saves of a plan's state is read by orbax alone. Skipped where it is not installed: `.[orbax]`."""
 
 from __future__ import annotations
 

@@ -76,6 +76,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "relu": lambda table, scores: jax.nn.relu(table) @ jnp.outer(scores, scores),
     "given indices": lambda table, scores: table[jnp.arange(3) % 2] * scores,
     "quantized": lambda table, scores: (table * 127).astype(jnp.int8).astype(float) @ jnp.outer(scores, scores),
+    "finite": lambda table, scores: jnp.where(jnp.isfinite(table).sum() > 3, table, 0.0) * scores,
     "dropout": lambda table, scores: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, table.shape), table, 0.0),
 }
 

@@ -83,6 +83,8 @@ _LINKED, _LINKS, _LINKED_IN_VAIN = 2, 32, 12
 all and in a row without a better one."""
 TOLERANCE = 2e-3
 """Relative: what a search leaves undecided, of bounds and of makespans."""
+_LAST_S = 1.0
+"""Seconds for the bound that is certified where no time is left."""
 _NODES = 5000
 """Of a problem's search: close to the best weights many programs are nearly as good, and to tell them apart takes
 long. With 500 the bound of BERT on `poplar_b` stood still at 583 ms, as what was found was no longer the best at its
@@ -215,11 +217,24 @@ class MakespanSearch:
         again = {known: replace(known, seen=renewed[id(known.seen)]) for known in self.scheduled}
         self.scheduled, self.best = [*again.values()], self.best and again[self.best]
         level, self._by_level = self._by_level, True
-        for branch in self.branches:
-            if branch.bound > 0:
-                self._at, branch.bound = branch, 0.0
-                self._solve(self._best_weights())
-        self._at, self._by_level = self._whole, level
+        try:
+            self._certify_branches()
+        finally:
+            self._at, self._by_level = self._whole, level
+
+    def _certify_branches(self) -> None:
+        """Each by one more problem; where there is no time for that, all programs by one."""
+        uncertain = [branch for branch in self.branches if branch.bound > 0]
+        for branch in uncertain:
+            branch.bound = 0.0
+        for branch in uncertain:
+            if self.search.clock.late():
+                self.branches, self._whole.bound = [self._whole], 0.0
+                self._at = self._whole
+                self._solve(self._best_weights(), last=True)
+                return
+            self._at = branch
+            self._solve(self._best_weights())
 
     def raise_bound(self) -> None:
         """Some rounds more for the bound: in the branch that has the least, as long as that may rise, else in its parts
@@ -317,14 +332,14 @@ class MakespanSearch:
         ideal = IdealChainCosts(self.search.builder(None), self.space, parts)
         return self._cheapest(ideal, self.chains, self._best_weights()).lower_bound
 
-    def _solve(self, weights: Floats) -> None:
-        """The program of the least weighted chains, and the bound that it is."""
+    def _solve(self, weights: Floats, *, last: bool = False) -> None:
+        """The program of the least weighted chains, and the bound that it is. `last`: though no time is left."""
         at = self._at
         # A linear program's are of sum 1 within its tolerance, and a mean of chains bounds makespans only at 1.
         weights = weights / weights.sum()
         # Where a program is beneath the bound it does not rise, and near weights need no more than that.
         beneath = at.bound if self._by_level else -np.inf
-        solved = self._cheapest(self._chain_costs, self.chains, weights, beneath)
+        solved = self._cheapest(self._chain_costs, self.chains, weights, beneath, last=last)
         at.messages = solved.messages
         at.rose = solved.lower_bound > at.bound
         if at.rose:
@@ -333,7 +348,13 @@ class MakespanSearch:
         at.in_vain = 0 if at.rose or is_new else at.in_vain + 1
 
     def _cheapest(
-        self, costs: ChainCosts, chains: Sequence[Chain], weights: Floats, beneath: float = -np.inf
+        self,
+        costs: ChainCosts,
+        chains: Sequence[Chain],
+        weights: Floats,
+        beneath: float = -np.inf,
+        *,
+        last: bool = False,
     ) -> AdditiveSolution:
         search = self.search
         return search.cheapest(
@@ -342,10 +363,11 @@ class MakespanSearch:
             (self.best or self.scheduled[0]).seen.choices,
             at_least=True,
             tolerance=TOLERANCE / 10 if self._by_level else TOLERANCE,
-            seconds=search.clock.allotted,
+            seconds=(lambda: _LAST_S) if last else search.clock.allotted,
             messages=self._at.messages,
             max_nodes=_NODES,
             beneath=beneath,
+            despite_interrupt=last,
         )
 
     def _look(self, choices: Ints) -> bool:

@@ -140,8 +140,8 @@ def test_no_program_holds_less_than_the_bound_counts(make: Callable[[], Graph], 
             assert least <= counted * (1 + 1e-9)
             assert counted <= held * (1 + 1e-9)
             nearest = max(nearest, counted / held)
-    # What collectives send, which depends on the order, is not in the bound; nor is what may be sliced and freed early.
-    assert nearest > 0.5, "a bound that is never near what programs hold is of no use"
+    # What collectives send, which depends on the order, is not in the bound.
+    assert nearest > (0.6 if exact else 0.7), "a bound that is never near what programs hold is of no use"
 
 
 def test_the_least_program_is_found_and_named() -> None:

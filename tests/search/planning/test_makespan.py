@@ -120,6 +120,28 @@ def test_makespans_are_sought_once_memory_was_found_to_be_short() -> None:
     assert planner.makespan_bound > 0
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_bound_is_certified_whatever_ways_conversions_go(interrupted: bool) -> None:
+    """By each branch, or where there is no time by all programs at once; the search is left as it was."""
+    given = tiny("two uses", 1e8, 1.5)
+    search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
+    search.run(3)
+    search.raise_bound()
+    best, parts = search.best, len(search.branches)
+    given.search.clock.interrupted = interrupted
+    search.certify()
+    assert best is not None
+    assert search.best is not None
+    assert search.best.candidate is best.candidate
+    assert len(search.branches) == (1 if interrupted else parts)
+    least = least_makespan_of(given, random.Random(1))
+    assert 0 < search.bound <= least * ROUNDING
+    assert all(known.taken is not None for known in search.seen)
+    bound = search.bound
+    search.certify()
+    assert search.bound == bound
+
+
 def test_many_kinds_of_devices_each_have_a_weight() -> None:
     given = tiny("two uses", 1e8, 1.5, [1.0 + k / 100 for k in range(130)])
     search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
