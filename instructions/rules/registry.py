@@ -234,6 +234,17 @@ def execute(local: Local, operands: Sequence[Any]) -> list[Any]:
     An empty share is never handed to the primitive (gather, argmax and grouped convolution refuse it): it yields
     empty shards, and the identity of each partial. (Where some result is replicated the op is run all the same.)
     """
+    f, results = local.factors, _executed(local, operands)
+    for axis, t in enumerate(local.triples):
+        # A zero is a sum of zeros anyway.
+        if t == f.one_to_all and t not in f.triples:
+            counts = local.axis_index(axis) == 0
+            results = [jnp.where(counts, x, identity(p.reduction, x.dtype)) for x, p in zip(results, t.results)]
+    return results
+
+
+def _executed(local: Local, operands: Sequence[Any]) -> list[Any]:
+    """As if along no axis one device's result were everyone's."""
     op, f = local.op, local.factors
     empty = [t.factor for t in local.triples if t.factor is not None and R not in t.results]
     empty = [factor for factor in empty if local.cuts[factor].share == 0]
@@ -251,16 +262,9 @@ def execute(local: Local, operands: Sequence[Any]) -> list[Any]:
         local = replace(local, triples=triples, cuts={k: cut for k, cut in local.cuts.items() if k != f.whole})
     entry = entry_of(op)
     if entry is not None and entry.local is not None:
-        results = entry.local(local, operands)
-    else:
-        params = entry.params(local) if entry is not None and entry.params is not None else op.params
-        results = bind(op.primitive, operands, params)
-    for axis, t in enumerate(local.triples):
-        # A zero is a sum of zeros anyway.
-        if t == f.one_to_all and t not in f.triples:
-            counts = local.axis_index(axis) == 0
-            results = [jnp.where(counts, x, identity(p.reduction, x.dtype)) for x, p in zip(results, t.results)]
-    return results
+        return entry.local(local, operands)
+    params = entry.params(local) if entry is not None and entry.params is not None else op.params
+    return bind(op.primitive, operands, params)
 
 
 def _nothing(shape: tuple[int, ...], dtype: Any, layout: Layout) -> Any:

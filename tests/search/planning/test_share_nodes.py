@@ -160,7 +160,7 @@ def test_no_program_that_moves_rows_is_below_it_at_a_price_of_memory(name: str, 
         op = memory.fullest_near(int(rng.integers(len(graph.ops))))
         free = solve(memory.problem({}), start=np.array(choices.replicated()), tolerance=1e-3).cost
         per_byte = free / (sum(v.nbytes for v in graph.values)) * 10 ** rng.uniform(-1, 1)
-        problem = memory.priced({op: 0.0}, [per_byte])
+        problem = memory.priced({op: 0.0}, per_byte)
         best = solve(problem, start=memory.extended(problem, np.array(choices.replicated())), tolerance=1e-4)
         at_ratios = [1 - r[costs.fastest].sum() for r in two]
         mine = {
@@ -170,7 +170,7 @@ def test_no_program_that_moves_rows_is_below_it_at_a_price_of_memory(name: str, 
             here = MemoryConstraints(builder_of(ranges), at_least=True)
             if here.fullest_near(op) != memory.fullest_near(op):
                 continue
-            bound = solve(here.priced({op: 0.0}, [per_byte]), tolerance=1e-4).lower_bound
+            bound = solve(here.priced({op: 0.0}, per_byte), tolerance=1e-4).lower_bound
             assert bound <= best.cost * (1 + 1e-9)
             near.append(bound / best.cost)
     assert max(near) > 0.75
@@ -292,7 +292,7 @@ def test_no_choices_cost_less_than_rounded_on_the_mean(seed: int) -> None:
         known = _Held(there)
         op = int(rng.choice([op for op in range(len(graph.ops) + 1) if known.held_at(op)]))
         free = solve(known.problem({}), tolerance=0.01).cost
-        per_byte = [free / sum(v.nbytes for v in graph.values) * 10 ** rng.uniform(-1, 1)]
+        per_byte = free / sum(v.nbytes for v in graph.values) * 10 ** rng.uniform(-1, 1)
         for ranges in (random_nodes(costs, rng), random_nodes(costs, rng), random_nodes(costs, rng)):
             here = builder_of(ranges)
             held = _Held(here).held_at(op)
