@@ -143,15 +143,17 @@ def test_closed_over_constants_are_arguments() -> None:
 
 @pytest.mark.parametrize("form", ["switch", "staged"])
 def test_a_constant_outlives_the_state_that_it_is(form: Form) -> None:
-    """A call consumes its state, which the function closes over as well."""
+    """A call that is given what the function closes over as well consumes a copy."""
     w = floats(4)
     planned = partial(hapsynth.synthesize, mesh=mesh_of(2), cluster=thin_cluster((1, 1)), fixed={"[0]": "R"}, form=form)
     state = planned(jnp.sin, (w,)).shard(w)
     fn = lambda w: w - 0.5 * (w - state)
     want = jax.jit(fn)(0 * w)
     plan = planned(fn, (state,))
-    plan(state)
-    assert state.is_deleted()
+    once = plan(state)
+    assert not state.is_deleted()
+    plan(once)
+    assert once.is_deleted()
     assert_same(plan(0 * w), want, plan)
 
 
