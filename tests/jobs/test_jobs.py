@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -463,8 +464,9 @@ def test_each_program_of_a_plan_is_compared(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_processes_meet_before_the_arguments_of_a_first_call_are_placed(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[tuple[int, ...]] = []
+    gather = lambda said, ranks: met.append(ranks)
     monkeypatch.setattr(preflight, "as_batch_work", lambda: None)
-    monkeypatch.setattr(preflight, "meeting", SimpleNamespace(gather=lambda said, ranks: met.append(ranks)))
+    monkeypatch.setattr(preflight, "meeting", SimpleNamespace(gather=gather, doing=nullcontext))
     plan: Any = type("", (), {"mesh": of_processes(0, 1)})()
     preflight.before_placing(plan, donate=True)
     preflight._checked.setdefault(plan, set()).add(True)

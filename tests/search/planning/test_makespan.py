@@ -172,8 +172,8 @@ def test_a_branch_without_programs_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
     search._at = search.branches[1]
     cheapest = MakespanSearch._cheapest
 
-    def none(*args: Any) -> AdditiveSolution:
-        solved = cheapest(*args)
+    def none(*args: Any, **how: Any) -> AdditiveSolution:
+        solved = cheapest(*args, **how)
         return solved._replace(solution=replace(solved.solution, assignment=None))
 
     monkeypatch.setattr(MakespanSearch, "_cheapest", none)
