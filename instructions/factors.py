@@ -187,6 +187,11 @@ class Factors:
         results = tuple(P("max" if dtype == np.bool_ else "sum") for dtype in op.result_dtypes)
         return Triple((R,) * len(op.operands), results) if all(map(can_be, results, op.result_dtypes)) else None
 
+    @cached_property
+    def unruled(self) -> tuple[Triple, ...]:
+        """The triples that no rule has a say in: with an owner, whoever it is, and with one device's result."""
+        return tuple(t for t in (self.owned, self.one_to_all) if t is not None)
+
     def agreed(self, triples: Triples, axes: Collection[int]) -> Triples | None:
         """The triples with none along `axes` by which each device runs the op for itself: `one_to_all` instead. None
         where that does not go with the others."""
@@ -235,7 +240,7 @@ class Factors:
         owner along one, or one device's result is everyone's."""
         key = axes, owned
         if key not in self._joint:
-            also = [t for t in (self.owned, self.one_to_all) if owned and t is not None]
+            also = self.unruled if owned else ()
             found = (p for chosen in product((*self.triples, *also), repeat=axes) for p in _orders(chosen))
             self._joint[key] = tuple(dict.fromkeys(filter(self._agree, found)))
         return self._joint[key]
@@ -288,7 +293,7 @@ class Factors:
 
     @cached_property
     def _alone(self) -> frozenset[Triple]:
-        return frozenset((*self.triples, *(t for t in (self.owned, self.one_to_all) if t is not None)))
+        return frozenset((*self.triples, *self.unruled))
 
     @cached_property
     def _joint(self) -> dict[tuple[int, bool], tuple[Triples, ...]]:

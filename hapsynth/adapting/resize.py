@@ -15,7 +15,6 @@ from hapsynth.running.base import P, Planned
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.memory.profile import MemoryProfile, held_by
-from hapsynth.search.planning.makespan.final_schedule import under_way_in
 from hapsynth.search.scheduling.timeline import program_timeline
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.ratios import proportional
@@ -38,10 +37,13 @@ def best_sizes(
 
 def resized(plan: P, sizes: Sizes, costs: CostModel, cluster: Cluster, traced: Traced | None = None) -> P:
     """The plan at these sizes; its bounds do not hold on another cluster or at other shapes."""
-    memory, held = np.zeros(plan.cluster.n), held_by(plan.program, sizes, costs)
-    timeline = program_timeline(plan.program, sizes, costs) if plan.result.overlap else None
-    if timeline is not None:
-        held = MemoryProfile(costs.graph, plan.program, sizes.classes, costs, under_way_in(timeline)).peaks(sizes)
+    timeline = None
+    if plan.result.overlap:
+        timeline = program_timeline(plan.program, sizes, costs)
+        held = MemoryProfile(costs.graph, plan.program, sizes.classes, costs, timeline.under_way).peaks(sizes)
+    else:
+        held = held_by(plan.program, sizes, costs)
+    memory = np.zeros(plan.cluster.n)
     memory[list(plan.devices)] = held
     result = replace(
         plan.result,

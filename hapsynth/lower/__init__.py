@@ -1,12 +1,13 @@
 """A program to a function of stored arrays (DESIGN D1, D2): in switch form, in staged form or in fused form."""
 
+from hapsynth.lower._collective_order import Each
 from hapsynth.lower._device_groups import Positions, alike, unlike_in_process
 from hapsynth.lower._exact_storage import ExactStorage, Shards, local_numbers, local_positions, parts
 from hapsynth.lower._fused_form import Fused, lower_fused
 from hapsynth.lower._interpreter import Interpreter
 from hapsynth.lower._isolated import IsolatedProgram, ones, waits
 from hapsynth.lower._mesh_position import MeshPosition
-from hapsynth.lower._pinned import Latencies, compile_with, is_pinned
+from hapsynth.lower._pinned import Latencies, compile_with, each_of, is_pinned, options_of
 from hapsynth.lower._recorded_call import RecordedCall
 from hapsynth.lower._staged_form import Staged, lower_staged
 from hapsynth.lower._storage import Storage, host_array, own_mesh, with_weak_type
@@ -14,6 +15,7 @@ from hapsynth.lower._switch_form import Lowered, lower
 from hapsynth.lower._unsupported import UnsupportedError, unsupported
 
 __all__ = [
+    "Each",
     "ExactStorage",
     "Fused",
     "Interpreter",
@@ -29,6 +31,7 @@ __all__ = [
     "UnsupportedError",
     "alike",
     "compile_with",
+    "each_of",
     "host_array",
     "is_pinned",
     "local_numbers",
@@ -37,6 +40,7 @@ __all__ = [
     "lower_fused",
     "lower_staged",
     "ones",
+    "options_of",
     "own_mesh",
     "parts",
     "unlike_in_process",

@@ -256,15 +256,11 @@ class Planned(ABC):
                 f"the plan uses devices {list(self.devices)} of the cluster {self.cluster.name!r}, and this process "
                 "has none of them: leave it out of the run, or synthesize with leave_out=False"
             )
-        graph, program, sizes, mesh = self.traced.graph, self.program, self.sizes, self.mesh
-        options = self.result.lowering
+        given, options = (self.traced.graph, self.program, self.sizes, self.mesh), self.result.lowering
         if self.form == "staged":
             limits, held = self.result.memory_limit_bytes, self.held_bytes
             return lower_staged(
-                graph,
-                program,
-                sizes,
-                mesh,
+                *given,
                 donate=donate,
                 options=options,
                 overlap=self.overlap,
@@ -272,15 +268,12 @@ class Planned(ABC):
             )
         whole = lower if self.form == "switch" else lower_fused
         return whole(
-            graph,
-            program,
-            sizes,
-            mesh,
+            *given,
             donate=donate,
             options=options,
             latencies=self.latencies,
             scheduled=self.overlap or self.result.overlap,
-            memory_limit_bytes=min(self.result.room.limits[d] for d in local_numbers(mesh)),
+            memory_limit_bytes=min(self.result.room.limits[d] for d in local_numbers(self.mesh)),
         )
 
     @property

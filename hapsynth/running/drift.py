@@ -13,9 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth import _jax
-from hapsynth.lower import Storage, with_weak_type
-from hapsynth.lower._collective_order import Each
-from hapsynth.lower._pinned import each_of, options_of
+from hapsynth.lower import Each, Storage, each_of, options_of, with_weak_type
 
 
 class LeafDrift(NamedTuple):

@@ -18,7 +18,6 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.lower import is_pinned, unlike_in_process
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.memory.profile import MemoryProfile, peak
-from hapsynth.search.planning.makespan.final_schedule import under_way_in
 from hapsynth.search.result import Result
 from hapsynth.search.scheduling.timeline import program_timeline
 
@@ -136,7 +135,7 @@ def held_bytes(form: Form, graph: Graph, result: Result, cluster: Cluster) -> tu
     used = tuple(range(cluster.n)) if result.devices is None else result.devices
     room = replace(result.room, exact=True)
     costs = CostModel(graph, cluster.subset(used), FactorTable(graph), program.axes, room, result.lowering)
-    under_way = under_way_in(program_timeline(program, sizes, costs)) if result.overlap else {}
+    under_way = program_timeline(program, sizes, costs).under_way if result.overlap else {}
     held = MemoryProfile(graph, program, sizes.classes, costs, under_way).peaks(sizes)
     return tuple(dict(zip(used, held, strict=True)).get(d, 0.0) for d in range(cluster.n))
 

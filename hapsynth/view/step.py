@@ -21,7 +21,6 @@ from hapsynth.search.cost.model import Floats
 from hapsynth.search.cost.program_cost import instruction_costs, load_seconds, shares
 from hapsynth.search.cost.program_index import ProgramIndex
 from hapsynth.search.memory.profile import MemoryProfile
-from hapsynth.search.planning.makespan.final_schedule import under_way_in
 from hapsynth.search.scheduling.tasks import Machine
 
 COMPUTES, SENDS, BOTH = "computes", "sends", "both"
@@ -149,7 +148,7 @@ class Step:
     def memory(self) -> tuple[list[float], Floats]:
         """When what each group of devices holds may change, in the program's order: seconds [points], and bytes
         [groups, points]."""
-        under_way = under_way_in(self.plan.timeline) if self.plan.result.overlap else {}
+        under_way = self.plan.timeline.under_way if self.plan.result.overlap else {}
         profile = MemoryProfile(self.costs.graph, self.plan.program, self.plan.sizes.classes, self.costs, under_way)
         held = profile.of_devices(self.plan.sizes)
         held = np.broadcast_to(held, (self.costs.n, held.shape[1]))[[group[0] for group in self.groups]]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
+LAST_S = 1.0
+"""Seconds for a bound that is still sought where no time is left."""
 _LEAST_S = 0.05
 """Seconds of whatever is begun at all."""
 

@@ -21,7 +21,7 @@ from hapsynth.instructions.rules.replicated_ops import named, unpriced
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.memory.profile import held_by
 from hapsynth.search.planning.candidate import Candidate
-from hapsynth.search.planning.effort import Clock, Effort
+from hapsynth.search.planning.effort import LAST_S, Clock, Effort
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.infeasibility import shortage
 from hapsynth.search.planning.joint_refinement import JointRefinement
@@ -48,8 +48,6 @@ _SEARCHING, _SEARCHING_SUMS = 0.7, 0.35
 sought."""
 _AMPLE = 0.5
 """Of the room: XLA's order was seen to hold up to 1.2 times what the program's own does."""
-_LAST_S = 1.0
-"""Seconds for the bound that is still sought after Ctrl-C."""
 _TOLERANCE = 1e-6
 _JOINT_TOLERANCE = 1e-4
 _SAFETY = 1e-9
@@ -218,7 +216,7 @@ class Planner:
             self._incumbent.choices,
             at_least=True,
             tolerance=ROUGH_TOLERANCE if self._several_axes else _JOINT_TOLERANCE,
-            seconds=lambda: _LAST_S if self.clock.interrupted else self.clock.allotted(),
+            seconds=lambda: LAST_S if self.clock.interrupted else self.clock.allotted(),
             # Ideal ratios are too far from a program's.
             warm=False,
             # A little more, as the solver states its bounds less what rounding may have added.

@@ -10,7 +10,7 @@ to the last result on the last device.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
@@ -63,6 +63,20 @@ class Timeline:
         tasks = self.tasks
         sent = [k for k, m in enumerate(tasks.machine) if m is Machine.LINK]
         return float((self.end[sent] - self.start[sent]).max(axis=1, initial=0.0).sum()) + sum(tasks.sent_in.values())
+
+    @cached_property
+    def under_way(self) -> Mapping[int, int]:
+        """Of collectives that run beside what follows them, by their places in the program, the last instruction that
+        begins before each ends."""
+        tasks = self.tasks
+        last = np.array([max(places, default=-1) for places in tasks.instructions])
+        found: dict[int, int] = {}
+        for task, machine in enumerate(tasks.machine):
+            if machine is Machine.LINK:
+                begun = (self.start < self.end[task]).any(axis=1)
+                until = int(last[begun].max())
+                found |= {place: until for place in tasks.instructions[task] if until > place}
+        return found
 
 
 def never() -> bool:

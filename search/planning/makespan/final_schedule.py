@@ -22,8 +22,8 @@ from hapsynth.search.planning.makespan.search import PROMISING, MakespanSearch, 
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.scheduling.list_schedule import iterated, ordered, refined, schedule
-from hapsynth.search.scheduling.tasks import Machine, tasks_of
-from hapsynth.search.scheduling.timeline import Timeline, simulate
+from hapsynth.search.scheduling.tasks import tasks_of
+from hapsynth.search.scheduling.timeline import Timeline, program_timeline
 
 _TRIED, _NEARLY = 8, 1.01
 """Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
@@ -134,23 +134,8 @@ def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, *, runs_on:
     """A program in its own order; None where it holds too much. `runs_on`: with what collectives hold while others are
     computed."""
     costs = search.task.costs
-    tasks = tasks_of(program, sizes, costs)
-    timeline = simulate(tasks, range(len(tasks.machine)))
-    under_way = under_way_in(timeline) if runs_on else {}
-    memory = MemoryProfile(costs.graph, program, sizes.classes, costs, under_way)
+    timeline = program_timeline(program, sizes, costs)
+    memory = MemoryProfile(costs.graph, program, sizes.classes, costs, timeline.under_way if runs_on else {})
     if memory.peak(sizes) > search.limit:
         return None
     return Overlapped(program, sizes, timeline, memory.peaks(sizes), 0.0, clocks(timeline, costs))
-
-
-def under_way_in(timeline: Timeline) -> dict[int, int]:
-    """As of `MemoryProfile`."""
-    tasks = timeline.tasks
-    last = np.array([max(places, default=-1) for places in tasks.instructions])
-    found: dict[int, int] = {}
-    for task, machine in enumerate(tasks.machine):
-        if machine is Machine.LINK:
-            begun = (timeline.start < timeline.end[task]).any(axis=1)
-            until = int(last[begun].max())
-            found |= {place: until for place in tasks.instructions[task] if until > place}
-    return found

@@ -32,6 +32,7 @@ from hapsynth.search.formulation.chain_weights import ChainCosts, IdealChainCost
 from hapsynth.search.formulation.chains import SENT, Chain, ChainSpace, Occupancy
 from hapsynth.search.memory.profile import peak
 from hapsynth.search.planning.candidate import Candidate
+from hapsynth.search.planning.effort import LAST_S
 from hapsynth.search.planning.makespan.branches import Branch, Seen, unlike_uses
 from hapsynth.search.planning.makespan.clocks import first_devices, kinds_of_groups, least_seconds, resources
 from hapsynth.search.planning.makespan.master_problem import limiting_weights, nearest_weights
@@ -83,8 +84,6 @@ _LINKED, _LINKS, _LINKED_IN_VAIN = 2, 32, 12
 all and in a row without a better one."""
 TOLERANCE = 2e-3
 """Relative: what a search leaves undecided, of bounds and of makespans."""
-_LAST_S = 1.0
-"""Seconds for the bound that is certified where no time is left."""
 _NODES = 5000
 """Of a problem's search: close to the best weights many programs are nearly as good, and to tell them apart takes
 long. With 500 the bound of BERT on `poplar_b` stood still at 583 ms, as what was found was no longer the best at its
@@ -363,7 +362,7 @@ class MakespanSearch:
             (self.best or self.scheduled[0]).seen.choices,
             at_least=True,
             tolerance=TOLERANCE / 10 if self._by_level else TOLERANCE,
-            seconds=(lambda: _LAST_S) if last else search.clock.allotted,
+            seconds=(lambda: LAST_S) if last else search.clock.allotted,
             messages=self._at.messages,
             max_nodes=_NODES,
             beneath=beneath,

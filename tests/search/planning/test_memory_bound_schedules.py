@@ -19,7 +19,6 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, Convert, Program
 from hapsynth.search.analysis.lifetimes import Tensor
 from hapsynth.search.memory.profile import MemoryProfile, peak
-from hapsynth.search.planning.makespan.final_schedule import under_way_in
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.scheduling.timeline import Timeline, simulate, step_seconds
 
@@ -75,7 +74,7 @@ def test_what_is_sent_is_held_until_it_has_arrived() -> None:
             step, ([floats(512, 512)] * 4, floats(256, 512)), cluster, memory_limit=limit, **options
         )
         graph, costs = plan.traced.graph, plan.cost_model()
-        held = MemoryProfile(graph, plan.program, plan.sizes.classes, costs, under_way_in(plan.timeline))
+        held = MemoryProfile(graph, plan.program, plan.sizes.classes, costs, plan.timeline.under_way)
         assert held.peaks(plan.sizes) == plan.memory
         assert max(plan.memory) <= limit
         later += max(plan.memory) > peak(plan.program, plan.sizes, costs)
