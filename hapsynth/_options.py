@@ -52,7 +52,9 @@ def devices_of(mesh: Any, cluster: Any) -> tuple[jax.sharding.Mesh | None, Clust
             f"the mesh has {mesh.size} devices and cluster {cluster.name!r} {cluster.n}; give a mesh over "
             f"{cluster.n} devices, or a cluster that describes these {mesh.size}"
         )
-    return mesh, cluster
+    if wrong := cluster.misplaced([d.device_kind for d in mesh.devices.flat]):
+        raise ValueError(wrong)
+    return mesh, cluster.along([(str(axis), int(size)) for axis, size in mesh.shape.items()])
 
 
 def check_positive(name: str, value: Any, unit: str) -> None:

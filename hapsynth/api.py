@@ -124,45 +124,6 @@ def synthesize(
 ) -> Plan[..., Any] | Plans:
     """Find the cheapest distributed program of `fn` on a cluster (HAP, EuroSys'24, with a proof of optimality).
 
-    `example_args`, `example_kwargs`: pytrees of arrays or `jax.ShapeDtypeStruct`s, as `fn` is called. `mesh`: the
-    devices to run on, or a `Cluster` to plan without them. `cluster`: what the mesh's devices can do, in mesh order;
-    by default the table's figures for their kind. `carry`: pairs (argument path, output path), e.g.
-    `[("[0]", "[0]")]`, whose layouts must agree so that the step can be repeated; found by structure when None.
-    `fixed`: argument path -> layout (as in `Plan.layouts`) to keep. `ratios`: fractions, one per device in mesh order,
-    by which everything that the plan cuts has to be cut; or class -> one per shard, as in `Plan.ratios`, for just those
-    classes (`"[1]['x'].0"`, dimension 0 of an argument, names its class too). `expect`: source line of a `while_loop`
-    or `cond`, e.g. `"train.py:40"` -> its trips (10 by default), or how often its predicate is true (each branch is
-    taken to be as frequent as the others by default; give a sequence for a `switch`). `memory_limit`: bytes per device;
-    a device that has less keeps to what it has, with a `ClusterWarning`.
-    `leave_out`: whether the plan may leave out devices that would make the step slower (`Plan.devices` are those that
-    it uses, `Plan.mesh` is a mesh of them); none is left out where `fixed` or `ratios` say how things lie on them all.
-    `time_budget_s`: seconds, tracing included, after which the best plan so far is returned with its gap; the problem
-    of the first search is built whatever it takes, which on three mesh axes may be seconds. `progress`: called now and
-    then with the stage, the best cost, the bound, the nodes and the seconds so far. `form`: "switch", one compiled
-    function that runs on any mesh, uneven shards padded in memory; "staged", functions that each process compiles for
-    its own shards of exact size, with collectives between them; "fused", one function that each process compiles for
-    its own shards of exact size, with the same collectives in all, which is compared before the first call. For uneven
-    shards among processes "auto" takes "fused", between CPUs "staged" where `overlap` gains a fifth.
-    A plan for these two, or for a mesh of several processes, keeps each device within its own memory, of exact shards;
-    any other keeps the smallest device, of shards padded to the largest.
-    `lowering`: the thresholds (`hapsynth.LoweringOptions`) by which collectives go together and stages are padded; the
-    plan is priced and lowered by them, and its file has those that are not the default.
-    `recompute`: whether values may be made again later rather than held, as with `jax.checkpoint`, where memory is
-    short; the plan's `traced.graph.again` says which ops run twice, and its gap is about programs that do so.
-    `overlap`: the cost of a program is the time from a common start to the last result, its collectives beside what is
-    computed, and not the sum over its instructions; the plan's instructions are in the order that takes so long, and it
-    runs so between processes, in one program or, between CPUs, in stages too. Where the mesh's devices can't, or the
-    form that is asked for, that is said (`OverlapWarning`), and it is planned without; between CPUs of a mesh also
-    where it gains less than a fifth, if the form is left to choose.
-    `joint_gap`: the `Plan.joint_gap` sought, e.g. 0.03: the bound on programs of any ratios is brought so close to the
-    plan's cost if it can be, which takes about as long again as planning, and several times as long with experts. What
-    is bounded then are programs that hold no value at more than two ratios of a dimension at once.
-    It is for plans without `overlap`, and gains nothing on several mesh axes, where `fixed` says how things lie, or
-    over devices of one kind. By default that bound is what one more problem gives.
-    `cache`: whether the plan is looked for in the plan cache first (in HAPSYNTH_CACHE_DIR, or the user's cache;
-    HAPSYNTH_CACHE_DIR=off switches it off), and kept there if the search ended by itself. What was planned before, by
-    this very version, for the same function, shapes, cluster and options, then takes no search.
-
     A dict of functions, e.g. `{"train": step, "eval": loss, "init": init}`, with a dict of their arguments, is planned
     for one state, which one's plan takes as another's leaves it; `Plans` are returned. The state is what the first of
     them carries; it is found in the others by tree, shapes and dtypes, or said: `state={"eval": {"[0]":
@@ -174,9 +135,65 @@ def synthesize(
 
     Ctrl-C during the search returns the best plan so far, `plan.result.interrupted`, with a bound that is sought for a
     second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
-    Raises TraceError for arguments or functions that cannot be planned, InfeasibleError when no program fits the
-    memory, ValueError for a mesh that is not the cluster's size, TypeError and ValueError for options of no use:
-    RatioError, one of these, for `ratios` that break a class's granule, with the nearest that do not.
+
+    Args:
+        fn: Any function that `jax.jit` takes, or a dict of functions with one state.
+        example_args: Pytrees of arrays or `jax.ShapeDtypeStruct`s, as `fn` is called.
+        example_kwargs: Likewise, by name.
+        mesh: The devices to run on, or a `Cluster` to plan without them.
+        cluster: What the mesh's devices can do, in mesh order, along the mesh's axes unless it has several of its own;
+            by default the table's figures for their kind.
+        carry: Pairs (argument path, output path), e.g. `[("[0]", "[0]")]`, whose layouts must agree so that the step
+            can be repeated; found by structure when None.
+        fixed: Argument path -> layout (as in `Plan.layouts`) to keep.
+        ratios: Fractions, one per device in mesh order, by which everything that the plan cuts has to be cut; or class
+            -> one per shard, as in `Plan.ratios`, for just those classes (`"[1]['x'].0"`, dimension 0 of an argument,
+            names its class too).
+        expect: Source line of a `while_loop` or `cond`, e.g. `"train.py:40"` -> its trips (10 by default), or how often
+            its predicate is true (each branch is taken to be as frequent as the others by default; give a sequence for
+            a `switch`).
+        memory_limit: Bytes per device; a device that has less keeps to what it has, with a `ClusterWarning`.
+        leave_out: Whether the plan may leave out devices that would make the step slower (`Plan.devices` are those that
+            it uses, `Plan.mesh` is a mesh of them); none is left out where `fixed` or `ratios` say how things lie on
+            them all.
+        time_budget_s: Seconds, tracing included, after which the best plan so far is returned with its gap; the problem
+            of the first search is built whatever it takes, which on three mesh axes may be seconds.
+        progress: Called now and then with the stage, the best cost, the bound, the nodes and the seconds so far.
+        form: "switch", one compiled function that runs on any mesh, uneven shards padded in memory; "staged", functions
+            that each process compiles for its own shards of exact size, with collectives between them; "fused", one
+            function that each process compiles for its own shards of exact size, with the same collectives in all,
+            which is compared before the first call. For uneven shards among processes "auto" takes "fused", between
+            CPUs "staged" where `overlap` gains a fifth. A plan for these two, or for a mesh of several processes, keeps
+            each device within its own memory, of exact shards; any other keeps the smallest device, of shards padded to
+            the largest.
+        lowering: The thresholds (`hapsynth.LoweringOptions`) by which collectives go together and stages are padded;
+            the plan is priced and lowered by them, and its file has those that are not the default.
+        recompute: Whether values may be made again later rather than held, as with `jax.checkpoint`, where memory is
+            short; the plan's `traced.graph.again` says which ops run twice, and its gap is about programs that do so.
+        overlap: The cost of a program is the time from a common start to the last result, its collectives beside what
+            is computed, and not the sum over its instructions; the plan's instructions are in the order that takes so
+            long, and it runs so between processes, in one program or, between CPUs, in stages too. Where the mesh's
+            devices can't, or the form that is asked for, that is said (`OverlapWarning`), and it is planned without;
+            between CPUs of a mesh also where it gains less than a fifth, if the form is left to choose.
+        joint_gap: The `Plan.joint_gap` sought, e.g. 0.03: the bound on programs of any ratios is brought so close to
+            the plan's cost if it can be, which takes about as long again as planning, and several times as long with
+            experts. What is bounded then are programs that hold no value at more than two ratios of a dimension at
+            once. It is for plans without `overlap`, and gains nothing on several mesh axes, where `fixed` says how
+            things lie, or over devices of one kind. By default that bound is what one more problem gives.
+        cache: Whether the plan is looked for in the plan cache first (in HAPSYNTH_CACHE_DIR, or the user's cache;
+            HAPSYNTH_CACHE_DIR=off switches it off), and kept there if the search ended by itself. What was planned
+            before, by this very version, for the same function, shapes, cluster and options, then takes no search.
+        state: Of several functions, see above.
+        frequency: Of several functions, see above.
+
+    Raises:
+        TraceError: for arguments or functions that cannot be planned.
+        InfeasibleError: where no program fits the memory.
+        JobError: where the processes of the mesh do not find each other; PreflightError, one of these, where it leaves
+            out a process for another's second device.
+        ValueError: for a mesh that is not the cluster's (in number, in the order of its kinds, in its axes).
+        TypeError, ValueError: for options of no use. RatioError, one of these, for `ratios` that break a class's
+            granule, with the nearest that do not.
     """
     began = time.perf_counter()
     check_positive("memory_limit", memory_limit, "bytes per device")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.experimental import io_callback
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
+from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import TraceError
 from hapsynth.plan import Plan
 from hapsynth.search.planning.planner import InfeasibleError
@@ -23,6 +25,7 @@ from hapsynth.search.planning.planner import InfeasibleError
 X = np.random.default_rng(0).normal(size=(24, 8)).astype(np.float32)
 STATE = {"w": X, "m": {"v": X}}
 CLUSTER = slow_cluster(SPEEDS["3:1"])
+AXES = replace(Cluster.from_mesh(jax.make_mesh((2, 4), ("data", "model"))), name="host")
 LINE = __file__.rsplit("/", 1)[-1] + ":"
 
 
@@ -58,6 +61,11 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: planned(mesh=jax.devices()),
         TypeError,
         "mesh is a list; give a jax.sharding.Mesh, or a hapsynth.Cluster",
+    ),
+    "a mesh of other axes": (
+        lambda: planned(mesh=jax.make_mesh((2, 2, 2), ("a", "b", "c")), cluster=AXES),
+        ValueError,
+        r"mesh has axes {'a': 2, 'b': 2, 'c': 2}, and cluster 'host' {'data': 2, 'model': 4}; give a mesh of the",
     ),
     "a path for a cluster": (
         lambda: planned(mesh=first_devices(4), cluster="c.toml"),

@@ -59,7 +59,7 @@ import math
 import os
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -70,7 +70,15 @@ import numpy as np
 from hapsynth._files import write_text
 from hapsynth.cluster import _units
 from hapsynth.cluster.curves import Curve, write_curve
-from hapsynth.cluster.device_kinds import DeviceKind, kind_of, known_kinds, read_kinds, write_kind
+from hapsynth.cluster.device_kinds import (
+    DeviceKind,
+    kind_of,
+    known_kinds,
+    model_of,
+    models_by_jax_name,
+    read_kinds,
+    write_kind,
+)
 from hapsynth.cluster.links import (
     LINK_KEYS,
     HostLinks,
@@ -321,6 +329,36 @@ class Cluster:
             measured = {a: {k: c for k, c in by.items() if k not in OVER_HOSTS} for a, by in measured.items()}
         return replace(self, devices=pick(self.devices), hosts=hosts, axes=axes, collectives=measured)
 
+    def along(self, axes: Sequence[tuple[str, int]]) -> "Cluster":
+        """Of a mesh's axes, where these are several and its own one; itself where they are as long as its own, or one.
+        Raises ClusterError where both have several, and others."""
+        given, own = ([(axis, size) for axis, size in of if size > 1] for of in (axes, self.axes))
+        if len(given) < 2 or [size for _, size in given] == [size for _, size in own]:
+            return self
+        if len(own) > 1:
+            raise ClusterError(
+                f"the mesh has axes {dict(given)}, and cluster {self.name!r} {dict(own)}; give a mesh of the cluster's "
+                "axes, or of one axis over all devices, for which the cluster's count"
+            )
+        # What was measured along its one axis was measured of all devices.
+        measured = self.collectives_along(DEFAULT_AXIS, self.n)
+        return replace(self, axes=tuple(given), collectives={DEFAULT_AXIS: measured} if measured else {})
+
+    def misplaced(self, device_kinds: Sequence[str]) -> str | None:
+        """What is wrong where a device's kind is described at another's place: `device_kinds` are what JAX calls the
+        devices, in the cluster's order; None where nothing is. A kind that none of them is stands for what it likes."""
+        found = [models_by_jax_name().get(name, name) for name in device_kinds]
+        described = [model_of(kind) for kind in self.devices]
+        for i, (actual, planned) in enumerate(zip(found, described, strict=True)):
+            if actual != planned and planned in found:
+                return (
+                    f"device {i} of the mesh is a {device_kinds[i]}, and cluster {self.name!r} has a {planned} in its "
+                    f"place, as device {found.index(planned)} of the mesh is: shares would go to the wrong devices; "
+                    "give the mesh's devices in the cluster's order, or describe them in the mesh's "
+                    f"({', '.join(_runs(device_kinds))})"
+                )
+        return None
+
     def measured_elsewhere(self, machine: str, jax_version: str) -> str | None:
         """What to warn of on a machine with a JAX version that the figures are not from, which names both; None where
         they are from there, or were not measured."""
@@ -455,6 +493,11 @@ def _equally_full(hosts: Sequence[int]) -> bool:
 def _bare(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str, Curve]]:
     """Curves without their spread, which no cost depends on."""
     return {key: {k: replace(curve, spread=()) for k, curve in by.items()} for key, by in curves.items()}
+
+
+def _runs(names: Sequence[str]) -> Iterator[str]:
+    for name, run in itertools.groupby(names):
+        yield f"{sum(1 for _ in run)} x {name}"
 
 
 def _cpu_share(n: int) -> DeviceKind:

@@ -411,6 +411,11 @@ def known_kinds() -> Mapping[str, DeviceKind]:
     return dict(_known()[0])
 
 
+def models_by_jax_name() -> Mapping[str, str]:
+    """The names of the known GPUs by what `jax.Device.device_kind` says."""
+    return dict(_known()[1])
+
+
 def target_entry(kind: str) -> tuple[Table, list[str]]:
     """The `target` of a known GPU in devices.toml, and what JAX calls it. Raises ClusterError with the nearest name."""
     kinds, _ = _known()
@@ -429,8 +434,18 @@ def card_of(kind: DeviceKind) -> str | None:
     kinds, names = _known()
     if kind.card or kind.name in kinds:
         return kind.card or kind.name
-    # A profile calls kinds as JAX does, and numbers those of one model.
-    return names.get(kind.name) or names.get(re.sub(r"-\d+$", "", kind.name))
+    # A profile calls kinds as JAX does.
+    return names.get(kind.name) or names.get(_unnumbered(kind.name))
+
+
+def model_of(kind: DeviceKind) -> str:
+    """What a kind's devices are: the known GPU, by its name in devices.toml, or what JAX calls them in a profile."""
+    return card_of(kind) or _unnumbered(kind.name)
+
+
+def _unnumbered(name: str) -> str:
+    """A profile numbers kinds of one model."""
+    return re.sub(r"-\d+$", "", name)
 
 
 def kind_of(device_kind: str) -> DeviceKind:

@@ -79,6 +79,10 @@ class Planned(ABC):
         self.traced, self.result, self.cluster = traced, result, cluster
         self.fn = fn
         self.mesh = None if mesh is None else own_mesh(self._of_used(mesh), result.program.axes)
+        if self.mesh is not None:
+            found = [device.device_kind for device in self.mesh.devices.flat]
+            if wrong := self.used.misplaced(found):
+                raise ValueError(wrong)
         self._donate = donate
         self._asked: Form = form
         self._asked_overlap = overlap or result.overlap

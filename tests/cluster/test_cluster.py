@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cluster_files import CARD, GOOD, WIRE, load
@@ -27,6 +28,7 @@ from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import kind_of
 from hapsynth.cluster.toml_format import to_toml
 
+H100, V100 = ("NVIDIA H100 80GB HBM3",), ("Tesla V100-SXM2-16GB",)
 CLUSTERS = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.toml"))
 
 
@@ -352,6 +354,49 @@ def test_from_mesh() -> None:
     assert Cluster.from_dict(cluster.to_dict()) == cluster
     one = Cluster.from_mesh(jax.make_mesh((1,), ("a",)))
     assert one.devices[0].rate("float32") == pytest.approx(8 * cluster.devices[0].rate("float32"))
+
+
+@pytest.mark.parametrize(
+    ("described", "names", "wrong"),
+    [
+        (["H100-80GB"] * 2 + ["V100-16GB"], [*H100] * 2 + [*V100], ""),
+        (["H100-80GB"] * 2 + ["V100-16GB"], [*V100] + [*H100] * 2, "device 0 of the mesh is a Tesla V100"),
+        # As a profile calls them: a known GPU, and one that is not.
+        ([*H100, "NVIDIA X-2", "NVIDIA X-1"], [*H100, "NVIDIA X", "NVIDIA X"], ""),
+        (["NVIDIA X-2", "NVIDIA X-1", *H100], [*H100, "NVIDIA X", "NVIDIA X"], "as device 1 of the mesh is"),
+        # One that nothing here is stands for another.
+        (["A100-80GB", "V100-16GB"], ["cpu", "cpu"], ""),
+        (["H100-80GB", "V100-16GB"], [*H100, "Tesla V100-PCIE-16GB"], ""),
+    ],
+)
+def test_kinds_are_described_in_the_order_of_the_mesh(described: list[str], names: list[str], wrong: str) -> None:
+    known = known_kinds()
+    kinds = tuple(known.get(name) or replace(known["T4"], name=name, card="") for name in described)
+    said = Cluster("c", kinds, (0,) * len(kinds), Link(1e9, 1e-5)).misplaced(names)
+    assert bool(said) == bool(wrong)
+    assert wrong in (said or "")
+
+
+def test_axes_of_the_mesh_count_where_the_cluster_has_one() -> None:
+    kind, curves = known_kinds()["T4"], {"all_reduce": Curve(((0.0, 1e-5), (1e6, 1e-3)), (0.0, 0.0))}
+    one = Cluster("c", (kind,) * 8, (0,) * 8, Link(1e9, 1e-5), axes=(("data", 8),), collectives={"data": curves})
+    two = one.along([("a", 2), ("b", 4), ("c", 1)])
+    assert two.axes == (("a", 2), ("b", 4))
+    assert two.collectives_along("hap", 8) == one.collectives_along("data", 8) == curves
+    assert one.along([("x", 8), ("y", 1)]) is one
+    assert two.along([("x", 2), ("y", 4)]) is two
+    plan = hapsynth.synthesize(jnp.sin, (jnp.ones((4, 8)),), jax.make_mesh((2, 4), ("a", "b")), cluster=one)
+    assert plan.program.axes == (("a", 2), ("b", 4))
+
+
+def test_devices_in_another_order_than_the_cluster_s_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = jax.make_mesh((8,), ("a",))
+    plan = hapsynth.synthesize(jnp.sin, (jnp.ones((4, 8)),), cluster := Cluster.from_mesh(mesh))
+    monkeypatch.setattr(Cluster, "misplaced", lambda self, kinds: f"{len(kinds)} unlike")
+    with pytest.raises(ValueError, match="unlike"):
+        hapsynth.synthesize(jnp.sin, (jnp.ones((4, 8)),), mesh, cluster=cluster)
+    with pytest.raises(ValueError, match=f"{len(plan.devices)} unlike"):
+        type(plan)(plan.traced, plan.result, plan.cluster, mesh, plan.fn)
 
 
 def test_planning_starts_no_backend() -> None:
