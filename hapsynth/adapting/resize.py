@@ -31,7 +31,7 @@ def best_sizes(
     Raises ProgramError where the program has no such sizes.
     """
     sizer = Sizer(plan.program, classes or plan.sizes.classes, costs, FixedRatios(named=dict(pinned or {})))
-    sizes = agreed(plan.mesh, sizer.best(proportional(costs.rate("float32")), limit=plan.memory_limit))
+    sizes = agreed(plan.mesh, sizer.best(proportional(costs.speed), limit=plan.memory_limit))
     return sizes, sizer.memory.peak(sizes)
 
 

@@ -11,7 +11,7 @@ mesh order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property, reduce
 from math import prod
@@ -29,8 +29,9 @@ from hapsynth.instructions.collectives import Collective, Hosts, step_between, s
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cut_dims, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node
+from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.factor_table import FactorTable, cut_nodes
-from hapsynth.instructions.rules.registry import is_fusible
+from hapsynth.instructions.rules.registry import flops_of, is_fusible
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.analysis.fusion import FusionPlan, launches, materialized, turned
 from hapsynth.search.analysis.liveness import Liveness
@@ -132,6 +133,29 @@ class CostModel:
     def rate(self, dtype: str) -> Floats:
         """FLOP/s of each device for a dtype."""
         return self.speeds("", dtype).rate
+
+    @cached_property
+    def _contracted(self) -> Mapping[str, float]:
+        """FLOPs of the graph's contractions by dtype."""
+        flops = dict[str, float]()
+        for op in self.graph.ops:
+            if op.name in CONTRACTIONS:
+                dtype = str(op.dtypes[0])
+                flops[dtype] = flops.get(dtype, 0.0) + self.graph.runs[op.region] * flops_of(op)
+        return flops
+
+    def speed_of(self, kind: DeviceKind) -> float:
+        """FLOP/s of a kind over the graph's contractions, each at its own dtype's rate; its rate of float32 where there
+        are none."""
+        flops = {dtype: count for dtype, count in self._contracted.items() if count}
+        if len(flops) < 2:
+            return kind.rate(next(iter(flops), "float32"))
+        return sum(flops.values()) / sum(count / kind.rate(dtype) for dtype, count in flops.items())
+
+    @property
+    def speed(self) -> Floats:
+        """[devices]: `speed_of` each."""
+        return np.array([self.speed_of(kind) for kind in self.kinds])[self.kind_of]
 
     @cached_property
     def fastest(self) -> Mask:

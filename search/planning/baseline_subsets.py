@@ -41,7 +41,7 @@ class BaselinesOnSubsets:
         self.task, self.everywhere, self._make = task, Baselines(task), make
         self.names = tuple(names) or self.everywhere.names
         self._work = IdealWorkBound(task.choices, task.costs)
-        self._sets = subclusters(task.cluster)
+        self._sets = subclusters(task.cluster, task.costs.speed_of)
         self._on = dict[Devices, Baselines]()
         self._plain = dict[Devices, Mapping[str, Baseline]]()
         self._beside = dict[tuple[Devices, str], Baseline]()
@@ -65,7 +65,7 @@ class BaselinesOnSubsets:
                 best[name] = min(best[name], b, key=_merit)
         found = dict(whole)
         found |= {name_on(name, b): b for name, b in best.items() if b is not whole[name]}
-        fastest = Ranking(cluster).fastest(1)
+        fastest = Ranking(cluster, self.task.costs.speed_of).fastest(1)
         if 1 < len(fastest) < cluster.n:
             alone = self._best_on(fastest, overlap=overlap)
             found[name_on(FAST_KIND, alone)] = alone

@@ -37,7 +37,6 @@ from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.factor_table import cut_nodes
-from hapsynth.instructions.rules.registry import flops_of
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import by_cheapest_steps, program_cost
@@ -210,15 +209,8 @@ class Baselines:
 
     @cached_property
     def speed(self) -> Floats:
-        """Fractions of the devices by how fast they run the graph's contractions, each at its own dtype's rate."""
-        seconds, flops = np.zeros(self.costs.n), dict[str, float]()
-        for op in self.graph.ops:
-            if op.name in CONTRACTIONS:
-                dtype = str(op.dtypes[0])
-                flops[dtype] = flops.get(dtype, 0.0) + self.graph.runs[op.region] * flops_of(op)
-        for dtype, count in flops.items():
-            seconds += count / self.costs.rate(dtype)
-        return proportional(1.0 / seconds if seconds.any() else self.costs.rate("float32"))
+        """Fractions of the devices by how fast they run the graph's contractions."""
+        return proportional(self.costs.speed)
 
     @property
     def names(self) -> tuple[str, ...]:

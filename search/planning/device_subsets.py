@@ -27,6 +27,7 @@ import numpy as np
 
 from hapsynth._gc import gc_paused
 from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
+from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.effort import Effort
 from hapsynth.search.planning.ideal_work import IdealWorkBound
@@ -50,13 +51,18 @@ _ONE_AXIS = 0.15
 """Of a time budget, for a plan on one axis first."""
 Devices = tuple[int, ...]
 """Positions in mesh order, rising."""
+SpeedOf = Callable[[DeviceKind], float]
 
 
-def subclusters(cluster: Cluster) -> list[Devices]:
+def _by_float32(kind: DeviceKind) -> float:
+    return kind.rate("float32")
+
+
+def subclusters(cluster: Cluster, speed_of: SpeedOf = _by_float32) -> list[Devices]:
     """The sets of devices worth a look, the whole cluster excepted."""
-    ranking = Ranking(cluster)
+    ranking = Ranking(cluster, speed_of)
     kinds, rank, everyone = ranking.kinds, ranking.rank, ranking.fastest(len(ranking.kinds))
-    speed = [kinds[k].rate("float32") for k in rank]
+    speed = [speed_of(kinds[k]) for k in rank]
     if len(kinds) <= FEW:
         sets = [everyone, *(ranking.fastest(count) for count in range(1, len(kinds)))]
         sets += [ranking.without(k) for k in range(len(kinds))]
@@ -83,8 +89,8 @@ def subclusters(cluster: Cluster) -> list[Devices]:
 class Ranking:
     """The kinds of a cluster's devices, fastest first. `rank`: of each device, its kind."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.kinds = sorted(cluster.kinds, key=lambda k: -k.rate("float32"))
+    def __init__(self, cluster: Cluster, speed_of: SpeedOf = _by_float32) -> None:
+        self.kinds = sorted(cluster.kinds, key=lambda k: -speed_of(k))
         number = {kind: k for k, kind in enumerate(self.kinds)}
         self.rank = [number[kind] for kind in cluster.devices]
 
@@ -231,7 +237,10 @@ class _OverlappedSubsets:
         """As `ClusterPlanner.run`."""
         cluster, whole = self.task.cluster, self.whole
         everyone = tuple(range(cluster.n))
-        bounds = {devices: self._least.makespan_on(cluster.subset(devices)) for devices in subclusters(cluster)}
+        bounds = {
+            devices: self._least.makespan_on(cluster.subset(devices))
+            for devices in subclusters(cluster, self.task.costs.speed_of)
+        }
         looks = [self._look(everyone, whole)]
         for devices, bound in sorted(bounds.items(), key=lambda item: (item[1], item[0])):
             if bound < min(looks).makespan_s * (1 - SETTLED / 2) and not self._late(looks):
@@ -339,7 +348,7 @@ class _SubsetSearch:
         self._least = IdealWorkBound(whole.task.choices, whole.task.costs)
         everyone = tuple(range(self.cluster.n))
         self._all = self._best = _Entry(everyone, self.cluster, self._least.on(self.cluster), whole)
-        entries = map(self._entry, subclusters(self.cluster))
+        entries = map(self._entry, subclusters(self.cluster, self.task.costs.speed_of))
         self._entries = [self._all, *sorted(entries, key=lambda e: (e.bound, e.devices))]
         self._interrupted = False
         self._concluding = 0.0
@@ -416,7 +425,7 @@ class _SubsetSearch:
 
     def _narrow_down(self) -> None:
         """Of many kinds: how many of the slowest to leave out, between the numbers that were looked at."""
-        ranking = Ranking(self.cluster)
+        ranking = Ranking(self.cluster, self.task.costs.speed_of)
         count = len(ranking.kinds)
         tried = {ranking.fastest(number): number for number in ladder(count)} if count > FEW else {}
         while self._best.devices in tried and not self._late():

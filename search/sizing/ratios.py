@@ -235,7 +235,7 @@ def starts(costs: CostModel) -> list[tuple[Floats, EvenDims]]:
 
     Sizes may leave devices out, and plans for fewer devices are made besides (`subclusters.py`).
     """
-    speed = proportional(costs.rate("float32"))
+    speed = proportional(costs.speed)
     found = [(speed, NOTHING)]
     if len(set(speed.tolist())) > 1:
         if costs.graph.state:
@@ -250,7 +250,7 @@ def starts(costs: CostModel) -> list[tuple[Floats, EvenDims]]:
 def own_weights(costs: CostModel, sizes: Sizes) -> Floats:
     """Weights of the devices by which a plan's largest class is cut, of those that nobody owns; by speed where it cuts
     nothing."""
-    speed = proportional(costs.rate("float32"))
+    speed = proportional(costs.speed)
     weigh = lambda c: (len(c.axes), sum(costs.graph.values[v].nbytes for v in {v for v, *_ in c.members}))
     cls = max((c for c in sizes.classes.all if c.owner is None), key=weigh, default=None)
     if cls is None or not cls.units:

@@ -72,7 +72,7 @@ class Sizer:
     ) -> None:
         self.program, self.classes, self.costs, self._left = program, classes, costs, left
         self.graph: Graph = costs.graph
-        self.pinned = (fixed_ratios.shares(classes, costs.rate("float32")) if fixed_ratios else {}) | classes.owned
+        self.pinned = (fixed_ratios.shares(classes, costs.speed) if fixed_ratios else {}) | classes.owned
         self.families = sorted({c.axes for c in classes.all}, key=lambda axes: (-len(axes), axes))
         """The mesh axes that classes are cut along; each is one linear program's."""
         self.kinds = {axes: costs.kinds_along(axes) for axes in self.families}
@@ -118,7 +118,7 @@ class Sizer:
         candidates = [self.fixed(w) for w in (start, np.ones(self.costs.n), room) if w is not None]
         if len(self.pinned) == len(self.classes.all):
             return candidates[0]
-        speed = self.costs.rate("float32")
+        speed = self.costs.speed
         kind_of = self.costs.kind_of
         order = sorted(range(len(self.costs.kinds)), key=lambda k: -speed[kind_of == k].max())
         found = self._among(candidates, order, limit, patient=False)
@@ -131,7 +131,7 @@ class Sizer:
         """The cheapest of some sizes and those of the fastest kinds of `order`. `patient`: of every number of these,
         and units are moved for as long as that helps, as is else done where they are few."""
         every = patient or len(order) <= FEW
-        candidates, kind_of, speed = [*fixed], self.costs.kind_of, self.costs.rate("float32")
+        candidates, kind_of, speed = [*fixed], self.costs.kind_of, self.costs.speed
         ranked = [(*self._merit(s, limit), i) for i, s in enumerate(candidates)]
 
         def with_fastest(count: int) -> tuple[float, float]:
