@@ -23,6 +23,7 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.instructions.layout import Layout
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import SETTLED, Progress, Result
@@ -66,8 +67,14 @@ class JointPlanner:
         everyone = tuple(range(self.cluster.n))
         known = {n: r.bounds or {everyone: r.joint_lower_bound_s} for n, r in self.alone.items()}
         subsets = dict.fromkeys(devices for bounds in known.values() for devices in bounds)
-        # On a subset that the search for a function passed over it takes no less than on the best subset for it.
-        bound = lambda n, subset: known[n].get(subset, min(known[n].values()))
+
+        def bound(name: str, subset: tuple[int, ...]) -> float:
+            """Also on devices that only another function's search looked at."""
+            if subset in known[name]:
+                return known[name][subset]
+            work = IdealWorkBound(tasks[name].choices, tasks[name].costs)
+            return (work.makespan_on if self.options.overlap else work.on)(self.cluster.subset(subset))
+
         self._bounds = {s: sum(self.weights[n] * bound(n, s) for n in called) for s in subsets}
         self._weighing = Weighing(self.state, tasks, self.weights, self.fixed)
         under = (partial(self._under, first, ranked) for first in ranked)

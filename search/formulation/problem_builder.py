@@ -54,7 +54,9 @@ class ProblemBuilder:
     def __init__(self, structure: ChoiceSpace, costs: CostModel, ratios: Ratios | None) -> None:
         self.structure, self.costs, self.ratios = structure, costs, ratios
         self.graph, self.table = structure.graph, structure.table
-        self.kinds = structure.once("kinds", lambda: EquivalenceClasses(structure, costs))
+        # What devices count alike by tells which ops are alike.
+        key = ("kinds", costs.figures.granularities)
+        self.kinds = structure.once(key, lambda: EquivalenceClasses(structure, costs))
         self._made: dict[object, Any] = {}
         self._ways: dict[int, Conversions] = {}
         self._times: dict[_TimesKey, Floats] = {}

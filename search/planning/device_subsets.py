@@ -4,7 +4,8 @@ Every device of a planned mesh takes part in every collective and in every op th
 slow devices can cost more than they bring, and so can a slow network: what is left out holds and computes nothing.
 
 Considered are all devices; without the slower kinds, or without any one of them; of each such set the fastest half of
-the hosts, and of the positions along a mesh axis, the fastest quarter and so on; and one device of each kind. Of more
+the hosts, and of the positions along a mesh axis, the fastest quarter and so on, and the hosts without those of the
+slowest links; and one device of each kind. Of more
 than a few kinds (`leaving_out.py`): all; without the slowest one, two, four and so on; without the one that is worst in
 something; of all devices the fastest half of the hosts or positions and so on; and one that is best in something. How
 many of the slowest kinds are left out is then narrowed down by what the programs found cost.
@@ -77,10 +78,13 @@ def subclusters(cluster: Cluster, speed_of: SpeedOf = _by_float32) -> list[Devic
     for devices in filter(None, sets):
         found[devices] = None
         for groups in _groupings(cluster, devices) if devices in divided else ():
-            ranked = sorted(groups, key=lambda g: (-sum(speed[d] for d in g), g))
+            ranked = sorted(groups, key=lambda g: (-sum(speed[d] for d in g), -_way_out(cluster, g), g))
             while len(ranked) > 1:
                 ranked = ranked[: (len(ranked) + 1) // 2]
                 found[tuple(sorted(d for group in ranked for d in group))] = None
+        ways = sorted({_way_out(cluster, (d,)) for d in devices}) if devices in divided else []
+        for least in ways[1:FEW]:
+            found[tuple(d for d in devices if _way_out(cluster, (d,)) >= least)] = None
     found.update({(rank.index(k),): None for k in alone})
     found.pop(everyone)
     return list(found)
@@ -101,6 +105,11 @@ class Ranking:
     def without(self, kind: int) -> Devices:
         """All devices but those of a kind."""
         return tuple(d for d, k in enumerate(self.rank) if k != kind)
+
+
+def _way_out(cluster: Cluster, devices: Devices) -> float:
+    """Bytes per second of the slowest link by which a host of some devices reaches others."""
+    return min(cluster.nic(cluster.hosts[d]).bandwidth for d in devices)
 
 
 def _groupings(cluster: Cluster, devices: Devices) -> Iterator[list[Devices]]:

@@ -19,6 +19,7 @@ import hapsynth
 from hapsynth.cluster.cluster import Cluster, ClusterError, DeviceKind, Link
 from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.granularity import Granularity
+from hapsynth.cluster.links import HostLinks
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.plan import Plan, PlanError
@@ -57,6 +58,15 @@ def test_a_set_is_of_fast_devices_hosts_or_positions() -> None:
     assert {(0, 1, 2, 3), (0, 1, 4, 5), (0, 4), (0,)} <= set(found)
     assert len(found) == len(set(found))
     assert all(0 < len(devices) < 8 for devices in found)
+
+
+def test_hosts_of_slow_links_may_be_left_out() -> None:
+    """Though their devices are as fast as the others."""
+    own = {host: HostLinks(Link(bandwidth, 1e-5)) for host, bandwidth in enumerate([1e8, 1e9, 1e9])}
+    found = set(subclusters(replace(hosts(4, 2, network=1e10), host_links=own)))
+    assert {(2, 3, 4, 5, 6, 7), (6, 7), (2, 3, 6, 7)} <= found
+    one_slow = replace(hosts(3, 2, network=1e10), host_links={0: own[0]})
+    assert hapsynth.synthesize(strategies.mlp, ARGS, one_slow).devices == (2, 3, 4, 5)
 
 
 def test_a_subset_keeps_the_axes_where_it_is_a_mesh_of_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -33,6 +34,7 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.device_subsets import ClusterPlanner, subclusters
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.makespan import MakespanSearch
+from hapsynth.search.planning.makespan.branches import Seen
 from hapsynth.search.planning.makespan.mixtures import unlike_parts
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution
@@ -121,19 +123,25 @@ def test_makespans_are_sought_once_memory_was_found_to_be_short() -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_bound_is_certified_whatever_ways_conversions_go(interrupted: bool) -> None:
-    """By each branch, or where there is no time by all programs at once; the search is left as it was."""
+def test_a_bound_is_certified_whatever_ways_conversions_go(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each branch, or where there is no time by all programs at once, also after an interruption; the search is left
+    as it was."""
     given = tiny("two uses", 1e8, 1.5)
     search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
     search.run(3)
     search.raise_bound()
     best, parts = search.best, len(search.branches)
+    with monkeypatch.context() as pressed:
+        pressed.setattr(Seen, "renewed", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            search.certify()
+    assert search.bound == 0
     given.search.clock.interrupted = interrupted
     search.certify()
     assert best is not None
     assert search.best is not None
     assert search.best.candidate is best.candidate
-    assert len(search.branches) == (1 if interrupted else parts)
+    assert (len(search.branches) == 1) if interrupted else (len(search.branches) >= parts)
     least = least_makespan_of(given, random.Random(1))
     assert 0 < search.bound <= least * ROUNDING
     assert all(known.taken is not None for known in search.seen)
