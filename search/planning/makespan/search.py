@@ -50,9 +50,8 @@ _MORE_ROUNDS = 4
 """Of weights, after a first look that found nothing so good, though its bound allows better programs."""
 _ROUNDS_AGAIN = 3
 """Of near weights, at ratios that a turn goes on with."""
-_ROUNDS_OF_BOUND, _ROUNDS_OF_CERTAINTY, _STATES_OF_BOUND = (16, 128), (4, 32), 3_000_000
-"""In the end, for the bound alone, and once no more programs are sought: as many rounds as come to so many states of
-their problems, within these."""
+_ROUNDS_OF_BOUND, _STATES_OF_BOUND = (16, 128), 3_000_000
+"""In the end, for the bound alone: as many rounds as come to so many states of their problems, within these."""
 _LEAST_RISE = 0.08
 """Of the gap: where the bound of a branch may rise by less, the branch is parted."""
 _LEAST_MAY_RISE = 1e-4
@@ -208,13 +207,12 @@ class MakespanSearch:
         self._by_level = False
 
     def certify(self) -> None:
-        """Bounds are from now on those of all programs, whatever ways their conversions go, and are raised some more;
-        programs that come up only tell the next weights."""
+        """Bounds are from now on those of all programs, whatever ways their conversions go. None is sought any more."""
         if self._chain_costs.certain:
             return
         # First, so that none outlasts an interruption.
         for branch in self.branches:
-            branch.bound, branch.most, branch.in_vain, branch.ended = 0.0, np.inf, 0, False
+            branch.bound = 0.0
         certain = ChainCosts(self.builder, self.space, first_devices(self.costs))
         renewed = {id(known): known.renewed(certain) for known in self.seen}
         self.seen, self._lengths = [*renewed.values()], []
@@ -224,7 +222,6 @@ class MakespanSearch:
         level, self._by_level = self._by_level, True
         try:
             self._certify_branches()
-            self._raise(_ROUNDS_OF_CERTAINTY)
         finally:
             self._at, self._by_level = self._whole, level
 
@@ -240,16 +237,10 @@ class MakespanSearch:
             self._solve(self._best_weights())
 
     def raise_bound(self) -> None:
-        """Some rounds more for the bound."""
+        """Some rounds more for the bound: in the branch that has the least, as long as that may rise, else in its parts
+        (branch and bound, least bound first)."""
         self._by_level, self._whole.ended, self._whole.most = True, False, np.inf
-        self._raise(_ROUNDS_OF_BOUND)
-        self._at = self._whole
-        self._mix()
-
-    def _raise(self, within: tuple[int, int]) -> None:
-        """Rounds in the branch that has the least bound, as long as that may rise, else in its parts (branch and bound,
-        least bound first)."""
-        rounds = int(np.clip(_STATES_OF_BOUND // sum(map(len, self.structure.choices)), *within))
+        rounds = int(np.clip(_STATES_OF_BOUND // sum(map(len, self.structure.choices)), *_ROUNDS_OF_BOUND))
         rises: list[float] = []
         while len(rises) < rounds and self.best and not self.search.clock.late():
             gap, lately = self.best.makespan_s - self.bound, rises[-_PATIENCE:]
@@ -265,6 +256,8 @@ class MakespanSearch:
             before = self._at.bound
             self.run(1)
             rises.append(min(self._at.bound, self.best.makespan_s) - before)
+        self._at = self._whole
+        self._mix()
 
     def _part(self) -> bool:
         """Put its parts in the place of the branch where rounds are made, and go on in one of them; says whether it has
@@ -477,8 +470,6 @@ class MakespanSearch:
     def _mix(self) -> None:
         """Look for better programs among the mixtures of the last one with the best, and of those that limit the
         bound."""
-        if self._chain_costs.certain:
-            return
         last = self.seen[-1]
         for place in range(_MIXTURES):
             ranked = sorted(self.scheduled, key=lambda known: known.makespan_s)
