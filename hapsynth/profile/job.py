@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hapsynth._device_memory import free
 from hapsynth.profile.op_kernels import Kernel
 from hapsynth.profile.sampling import Floats
 from hapsynth.rendezvous.cpu_scheduling import as_batch_work
+from hapsynth.rendezvous.meeting import from_each
 
 
 class Job:
@@ -63,7 +63,7 @@ class Job:
 
     def least(self, value: float) -> float:
         """The least number of all processes."""
-        return value if self.lone else float(np.min(multihost_utils.process_allgather(np.array([value], np.float32))))
+        return value if self.lone else float(np.min(from_each(np.array([value], np.float32))))
 
     def gather(self, own_rows: Floats) -> Floats:
         """[local devices, k] of each process -> [devices, k] in all."""
@@ -72,7 +72,7 @@ class Job:
             return own_rows
         padded = np.zeros((most, own_rows.shape[1]), np.float32)
         padded[: len(own_rows)] = own_rows
-        rows = np.asarray(multihost_utils.process_allgather(padded), np.float64)
+        rows = from_each(padded).astype(np.float64)
         seen = [0] * jax.process_count()
         gathered = np.zeros((self.n, own_rows.shape[1]))
         for i, device in enumerate(self.devices):
@@ -89,9 +89,9 @@ class Job:
         if self.lone:
             return [text]
         data = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-        lengths = np.asarray(multihost_utils.process_allgather(np.array([data.size], np.int32))).reshape(-1)
-        rows = multihost_utils.process_allgather(np.pad(data, (0, int(lengths.max()) - data.size)))
-        return [bytes(row[:n].astype(np.uint8)).decode() for row, n in zip(np.asarray(rows), lengths, strict=True)]
+        lengths = from_each(np.array(data.size, np.int32))
+        rows = from_each(np.pad(data, (0, int(lengths.max()) - data.size)))
+        return [bytes(row[:n].astype(np.uint8)).decode() for row, n in zip(rows, lengths, strict=True)]
 
     def runner(self, kernel: Kernel, only: Sequence[int] | None = None) -> Callable[[], Floats]:
         """Compiles a kernel for the local devices, or `only` some of them by their number, which then run it all at the

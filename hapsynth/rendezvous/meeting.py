@@ -306,18 +306,29 @@ def _client(where: Address, rank: int, processes: int, timeouts: Timeouts, token
     return Client(where, rank, processes, timeouts, over, _say, serves=serves, token=token)
 
 
-def _from_process_0(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What process 0 says, in all: a collective of one device of each, as they may have unlike numbers of them."""
+def from_each(own: np.ndarray) -> np.ndarray:
+    """The array of each process, all of one shape: [processes, ...]. A collective of one device of each, as they may
+    have unlike numbers of them."""
     first = {d.process_index: d for d in reversed(jax.devices())}
-    here = first[jax.process_index()]
     mesh = Mesh([first[rank] for rank in sorted(first)], ("processes",))
-    text = json.dumps(said).encode() if jax.process_index() == 0 else b""
-    mine = np.zeros((1, _SAID), np.uint8)
-    mine[0, : len(text)] = list(text[:_SAID])
     rows = NamedSharding(mesh, PartitionSpec("processes"))
-    sent = jax.make_array_from_single_device_arrays((mesh.size, _SAID), rows, [jax.device_put(mine, here)])
-    add = jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=NamedSharding(mesh, PartitionSpec()))
-    return json.loads(bytes(np.asarray(add(sent).addressable_data(0))).rstrip(b"\0"))
+    put = jax.device_put(own[None], first[jax.process_index()])
+    sent = jax.make_array_from_single_device_arrays((mesh.size, *own.shape), rows, [put])
+    every = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(sent)
+    return np.asarray(every.addressable_data(0))
+
+
+def _same(x: jax.Array) -> jax.Array:
+    """By name, so that JAX compiles it once for each shape."""
+    return x
+
+
+def _from_process_0(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What process 0 says, in all."""
+    mine = np.zeros(_SAID, np.uint8)
+    text = json.dumps(said).encode() if jax.process_index() == 0 else b""
+    mine[: len(text)] = list(text[:_SAID])
+    return json.loads(bytes(from_each(mine)[0]).rstrip(b"\0"))
 
 
 def _described(error: BaseException) -> str:

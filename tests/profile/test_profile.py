@@ -412,9 +412,10 @@ def test_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_two_processes_profile_each_other(tmp_path: Path) -> None:
-    """A real job, gloo between two processes of one CPU device each, of which the second has half the speed."""
+    """A real job, gloo between a process of one CPU device and one of two, of which the second has half the speed."""
     code = """
         import sys
+        import jax
         import modelled_profile
         from hapsynth.profile import run
         from hapsynth.cli.main import main
@@ -422,6 +423,7 @@ def test_two_processes_profile_each_other(tmp_path: Path) -> None:
         # Few figures: the rest is the same work again.
         run.kernels = lambda dtypes, quick: [k for k in every(dtypes, quick)][:6]
         modelled_profile.install(setattr, (1.0, 0.5))
+        jax.config.update("jax_num_cpu_devices", 1 + int(sys.argv[-1]))
         sys.exit(main(sys.argv[1:]))
     """
     model = tmp_path / "model.py"
@@ -431,17 +433,16 @@ def test_two_processes_profile_each_other(tmp_path: Path) -> None:
         "    args = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2\n"
         "    return (lambda x, w: jnp.tanh(x @ w)), args\n"
     )
-    common = ["profile", "-o", str(tmp_path / "c.toml"), "--quick", "--devices", "1", "--processes", "2"]
-    common += ["--model", str(model)]
+    common = ["profile", "-o", str(tmp_path / "c.toml"), "--quick", "--processes", "2", "--model", str(model)]
     said = run_two(code, lambda address, i: [*common, "--coordinator", address, "--process", str(i)])
-    assert "2 devices, 1 host" in said[0]
+    assert "3 devices, 1 host" in said[0]
     assert sorted(f.name for f in tmp_path.iterdir()) == ["c.toml", "model.py"]
     cluster = Cluster.load(tmp_path / "c.toml")
-    assert cluster.n == 2
-    assert cluster.hosts == (0, 0), "what they share is the machine, not the process"
-    assert set(cluster.collectives_along("hap", 2)) == set(COLLECTIVES) - OVER_HOSTS
-    fast, slow = cluster.devices
-    assert (fast.name, slow.name) == ("cpu-1", "cpu-2")
+    assert cluster.n == 3
+    assert cluster.hosts == (0, 0, 0), "what they share is the machine, not the process"
+    assert set(cluster.collectives_along("hap", 3)) == set(COLLECTIVES) - OVER_HOSTS
+    fast, slow, slow_too = cluster.devices
+    assert (fast.name, slow.name, slow_too.name) == ("cpu-1", "cpu-2", "cpu-2")
     # Measured, in as long as alone: the model's times know no contention.
     assert [(kind.contention, kind.contention_delay) for kind in (fast, slow)] == [(1.0, 0.0)] * 2
     assert fast.bandwidth == pytest.approx(2 * slow.bandwidth, rel=1e-3)
