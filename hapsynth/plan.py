@@ -238,8 +238,9 @@ class Plan(Planned, Generic[P, R]):
 
         Without arguments random ones are made (`hapsynth.instructions.testing.example_arguments.example_arguments` says
         which; give real ones where the function asks more of them). `CheckReport` says how far a leaf may be off.
-        Nothing that is given is consumed.
-        Raises RuntimeError for a plan that has no function, or no devices.
+        Nothing that is given is consumed. In a run of several processes all must call, and all get the same report.
+        Raises RuntimeError for a plan that has no function, or no devices, and where another process can't run the
+        function.
         """
         return check_plan(self, self.arguments, args, kwargs, rtol)
 

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hapsynth._errors import UsageError
 from hapsynth._quantities import plural, seconds
 from hapsynth.plan import Plan
 from hapsynth.report.tables import heading, table
-from hapsynth.running.check import PLAIN, Judged, Reference, compare, explained
+from hapsynth.running.check import PLAIN, Judged, Reference, compare, explained, severity
 from hapsynth.running.form import Form
 
 TOLERANCE = 1e-4
@@ -120,7 +121,8 @@ def run_trial(
         whole = jax.tree_util.tree_leaves(plan.unshard(out))
         got = [whole[i] for i in traced.out_array_leaves]
         judged = compare(reference, [leaves[i] for i in traced.array_leaves], got, TOLERANCE)
-        worst = [max(old, new, key=_severity) for old, new in zip(worst, judged, strict=True)]
+        # A leaf that fails in any step has failed; one that needed another yardstick in any step says so.
+        worst = [max(old, new, key=partial(severity, rtol=TOLERANCE)) for old, new in zip(worst, judged, strict=True)]
         for source, target in traced.graph.carry:
             leaves[traced.array_leaves[source]] = got[target]
     named = list(zip(traced.out_paths, worst, strict=True))
@@ -131,11 +133,6 @@ def run_trial(
         reference.as_is,
         reference.not_widened,
     )
-
-
-def _severity(judged: Judged) -> tuple[bool, bool, float]:
-    """A leaf that fails in any step has failed; one that needed another yardstick in any step says so."""
-    return not judged.error <= TOLERANCE, judged.yardstick != PLAIN, judged.error
 
 
 def print_trial(out: Console, plan: Plan, trial: Trial) -> None:

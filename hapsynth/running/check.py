@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from hapsynth import _jax
 from hapsynth.graph.ir import Value
 from hapsynth.graph.trace import Traced
 from hapsynth.instructions.testing.example_arguments import random_arguments
 from hapsynth.lower import host_array, with_weak_type
+from hapsynth.running.allgather import told
 from hapsynth.running.arguments import Arguments
 from hapsynth.running.base import Planned
 from hapsynth.running.sharded_array import plain, whole
@@ -50,6 +54,9 @@ class CheckReport:
     by, since a single number may be exact by luck. Its error is then `rtol` where the plan is 4 times as far. Of
     integers and bools that depend on floats (an argmax, a count of steps) the share that differs takes the place of the
     root mean square.
+
+    Devices of unlike kinds round unlike: some multiply float32 in TF32, others do not. Of each kind in each process one
+    judges, and a leaf's error is that of the device that finds it least; in all processes the same.
 
     `yardsticks`: (output path, yardstick) of the leaves that are not judged by `plain`. `as_is`: primitives that could
     not be widened; `not_widened` why there is no widened function at all.
@@ -119,16 +126,62 @@ def check_plan(
     args, kwargs = jax.tree_util.tree_unflatten(traced.in_tree, placed)
     out = jax.tree_util.tree_leaves(plan(*args, **kwargs))
     got = [whole(out[i]) for i in traced.out_array_leaves]
-    reference = Reference(function, traced, leaves, lowered.mesh.local_devices[0])
-    judged = compare(reference, [leaves[i] for i in traced.array_leaves], got, rtol)
+    # Gathered by all processes: from here on each works by itself.
+    arrays = [host_array(leaves[i]) for i in traced.array_leaves]
+
+    def verdict(device: Any) -> _Verdict:
+        reference = Reference(function, traced, leaves, device)
+        judged = compare(reference, arrays, got, rtol)
+        return _Verdict(judged, reference.as_is, reference.not_widened)
+
+    of_kinds = {d.device_kind: d for d in reversed(lowered.mesh.local_devices)}
+    verdicts = _of_all(lowered.mesh, lambda: [verdict(d) for d in of_kinds.values()])
+    judged = [
+        min((Judged(*j) for j in of_leaf), key=partial(severity, rtol=rtol))
+        for of_leaf in zip(*(v.judged for v in verdicts), strict=True)
+    ]
     named = list(zip(traced.out_paths, judged, strict=True))
     return CheckReport(
         tuple((path, j.error) for path, j in named),
         rtol,
         tuple((path, j.yardstick) for path, j in named if j.yardstick != PLAIN),
-        reference.as_is,
-        reference.not_widened,
+        tuple(sorted({name for v in verdicts for name in v.as_is})),
+        next((v.not_widened for v in verdicts if v.not_widened), ""),
     )
+
+
+class _Verdict(NamedTuple):
+    """By one device."""
+
+    judged: Sequence[Judged]
+    as_is: Sequence[str]
+    not_widened: str
+
+
+def _of_all(mesh: Mesh, work: Callable[[], list[_Verdict]]) -> list[_Verdict]:
+    """The verdicts of all processes of the mesh. Where `work` fails in one, which the others wait for, all raise."""
+    if not mesh.is_multi_process:
+        return work()
+    message: dict[str, Any] = {}
+    error = None
+    try:
+        message["verdicts"] = work()
+    except Exception as failed:
+        error = failed
+        at = f"[process {jax.process_index()} on {socket.gethostname()}]"
+        message["error"] = f"the function can't be run to check the plan: {type(failed).__name__}: {failed} {at}"
+    answers = told(mesh, message, "checking a plan")
+    if error is not None:
+        raise error
+    for answer in answers:
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+    return [_Verdict(*verdict) for answer in answers for verdict in answer["verdicts"]]
+
+
+def severity(judged: Judged, rtol: float) -> tuple[bool, bool, float]:
+    """The worse the verdict, the larger: first whether it fails, then whether it needed another yardstick."""
+    return not judged.error <= rtol, judged.yardstick != PLAIN, judged.error
 
 
 def relative_error(got: Any, want: Any, floor: float = 0.0) -> float:

@@ -137,6 +137,18 @@ STATE = """
     state, _ = other(other.adopt(plan.adopt(state, staged), plan), other.shard(given, x)[1])
     near(other.unshard(state), want)
     assert plan.check(given, x).ok
+    if me:
+        # As a device does that rounds otherwise than what the plan runs on.
+        plan.fn = lambda state, x: step(state, x * 1.001)
+    report = plan.check(given, x)
+    assert report.ok and not report.yardsticks, report
+    if me:
+        plan.fn = lambda *_: [].pop()
+    try:
+        plan.check(given, x)
+    except (IndexError, RuntimeError) as error:
+        text = str(error)
+    assert text == "pop from empty list" if me else "IndexError: pop from empty list [process 1 on " in text, text
     assert plan.drift(plan.shard(given)).equal
     print("right STATE")
 """
