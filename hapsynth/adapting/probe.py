@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from hapsynth import _jax
+from hapsynth._device_memory import free
 from hapsynth.adapting.rebalance import busy_seconds
 from hapsynth.graph.ir import Boundary
 from hapsynth.instructions.program.program import Compute, reads, writes
-from hapsynth.lower import Interpreter, IsolatedProgram, MeshPosition, local_numbers, local_positions, ones, waits
+from hapsynth.lower import Interpreter, MeshPosition, isolated_runs, local_numbers, local_positions, ones, waits
 from hapsynth.running.base import Planned
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import device_seconds
+
+logger = logging.getLogger(__name__)
 
 Run = tuple[Any, Callable[[], list[Any]]]
 """A function, and the maker of its operands."""
@@ -24,7 +28,7 @@ Run = tuple[Any, Callable[[], list[Any]]]
 
 class Probe:
     """All that each of this process's devices computes in a plan, on arrays of its own, which are there while it
-    measures. Where they have no memory for what they hold twice, and of programs that go on as their values say, the
+    measures. Where a device has no memory for them beside the plan, and of programs that go on as their values say, the
     heaviest op alone."""
 
     def __init__(self, plan: Planned, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -35,13 +39,11 @@ class Probe:
         self._runs: list[Run] = []
         self.predicted_s = 0.0
         """Of the slowest of the devices, which work at the same time."""
-        if all(self._has_room(number) for number, _, _ in own_devices) and not waits(plan.traced.graph):
-            whole = IsolatedProgram(
-                plan.traced.graph, plan.program, plan.sizes, plan.mesh, donate=False, options=plan.result.lowering
-            )
-            self._runs = whole.compiled_runs()
+        if not waits(plan.traced.graph):
+            self._runs = self._whole({device: number for number, _, device in own_devices})
+        if self._runs:
             busy = busy_seconds(plan, costs)
-            self.predicted_s = max((float(busy[number]) for number, _, _ in own_devices), default=0.0)
+            self.predicted_s = max(float(busy[number]) for number, _, _ in own_devices)
             return
         for number, coords, device in own_devices:
             heaviest, seconds = self._heaviest(costs, number)
@@ -49,9 +51,28 @@ class Probe:
                 self._runs.append(self._compiled(heaviest, coords, device))
                 self.predicted_s = max(self.predicted_s, seconds)
 
-    def _has_room(self, number: int) -> bool:
-        device = self.plan.devices[number]
-        return 2 * self.plan.result.memory_bytes[device] <= self.plan.cluster.devices[device].memory
+    def _whole(self, numbers: dict[Any, int]) -> list[Run]:
+        """Of all that the devices, of these numbers in the mesh, compute; nothing where one has no room."""
+        plan = self.plan
+        room = {device: self._room(device, number) for device, number in numbers.items()}
+        # Else it need not be compiled.
+        if all(plan.result.memory_bytes[plan.devices[numbers[d]]] <= left for d, left in room.items()):
+            assert plan.mesh is not None
+            options = plan.result.lowering
+            runs = isolated_runs(plan.traced.graph, plan.program, plan.sizes, plan.mesh, options=options)
+            if all(run.held_bytes <= room[device] for run in runs for device in run.devices):
+                return [(run.run, run.operands) for run in runs]
+        logger.info("no memory for what a step holds once more: the heaviest op alone tells how fast this process is")
+        return []
+
+    def _room(self, device: Any, number: int) -> float:
+        """Bytes that a device has beside the plan: by the cluster, and no more than it can give out now."""
+        place = self.plan.devices[number]
+        meant = self.plan.cluster.devices[place].memory - self.plan.result.memory_bytes[place]
+        assert self.plan.mesh is not None
+        # CPU devices share their process's.
+        left = free(device) // (len(self.plan.mesh.local_devices) if device.platform == "cpu" else 1)
+        return meant if left < 0 else min(meant, left)
 
     def _heaviest(self, costs: CostModel, device: int) -> tuple[Compute | None, float]:
         """The instruction that takes the device longest in one run, and its predicted seconds."""

@@ -5,7 +5,7 @@ from hapsynth.lower._device_groups import Positions, alike, unlike_in_process
 from hapsynth.lower._exact_storage import ExactStorage, Shards, local_numbers, local_positions, parts
 from hapsynth.lower._fused_form import Fused, lower_fused
 from hapsynth.lower._interpreter import Interpreter
-from hapsynth.lower._isolated import IsolatedProgram, ones, waits
+from hapsynth.lower._isolated import isolated_runs, ones, waits
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import Latencies, compile_with, each_of, is_pinned, options_of
 from hapsynth.lower._recorded_call import RecordedCall
@@ -19,7 +19,6 @@ __all__ = [
     "ExactStorage",
     "Fused",
     "Interpreter",
-    "IsolatedProgram",
     "Latencies",
     "Lowered",
     "MeshPosition",
@@ -34,6 +33,7 @@ __all__ = [
     "each_of",
     "host_array",
     "is_pinned",
+    "isolated_runs",
     "local_numbers",
     "local_positions",
     "lower",

@@ -5,41 +5,69 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from hapsynth import _jax
 from hapsynth.graph.ir import Graph
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower._buckets import Bundle
 from hapsynth.lower._collective_order import Each, Order
 from hapsynth.lower._collectives import LOWERINGS
 from hapsynth.lower._device_groups import Group, groups_of
-from hapsynth.lower._switch_form import Lowered
+from hapsynth.lower._fused_form import Fused
+from hapsynth.lower._switch_form import held_bytes
 
 
-class IsolatedProgram(Lowered):
-    """A program in switch form as each of this process's devices runs it by itself, where the others would send what it
-    sends them.
+class IsolatedRun(NamedTuple):
+    """What some devices that are alike run by themselves."""
+
+    run: Any
+    """A compiled function."""
+    operands: Callable[[], list[Any]]
+    devices: tuple[Any, ...]
+    held_bytes: int
+    """At most, operands and results with it, on each of the devices."""
+
+
+def isolated_runs(
+    graph: Graph,
+    program: Program,
+    sizes: Sizes,
+    mesh: Mesh,
+    *,
+    options: LoweringOptions = DEFAULT,
+    platform: str | None = None,
+) -> list[IsolatedRun]:
+    """What each of this process's devices computes of a program that doesn't `wait`, compiled."""
+    of = partial(IsolatedProgram, graph, program, sizes, mesh, donate=False, platform=platform, options=options)
+    return [of(own=group.positions).compiled_for(group) for group in groups_of(sizes, mesh)]
+
+
+class IsolatedProgram(Fused):
+    """A program as devices that are alike run it by themselves, on their exact shapes, where the others would send what
+    they send them.
 
     Right in its shapes, and so in its time, not in its values. Not of what `waits`.
     """
 
-    def compiled_runs(self) -> list[tuple[Any, Callable[[], list[Any]]]]:
-        """A compiled function, and what makes operands for it, for each group of devices that are alike."""
-        shard = lambda whole: jax.ShapeDtypeStruct(whole.sharding.shard_shape(whole.shape), whole.dtype)
-        given = [shard(s.struct()) for s in (*self.inputs, *self.constants)]
-        made = [shard(s.struct()) for s in self.outputs if s is not None]
-        found: list[tuple[Any, Callable[[], list[Any]]]] = []
+    sinks: ClassVar[int] = 0
+
+    def compiled_for(self, group: Group) -> IsolatedRun:
+        shard = lambda s: jax.ShapeDtypeStruct(s.shard_shape(self.own[0]), s.dtype)
+        given = [shard(s) for s in (*self.inputs, *self.constants)]
+        made = [shard(s) for s in self.outputs if s is not None]
+        run = lambda here, stored: list(self.at(here.index, stored))
         with _jax.no_mesh():
-            for group in groups_of(self.sizes, self.mesh):
-                run = lambda here, stored: list(self.at(here.index, stored))
-                compiled = group.lower(run, given, made, (), self.compiler_options).compile()
-                found.append((compiled, partial(_operands, group, given)))
-        return found
+            compiled = group.lower(run, given, made, (), self.compiler_options).compile()
+        return IsolatedRun(compiled, partial(_operands, group, given), group.devices, held_bytes(compiled))
 
     def _order(self) -> Order:
         """None: nothing is sent."""

@@ -72,7 +72,7 @@ class Lowered(LoweredProgram):
     def prepare(self) -> str:
         lowered = self.lower()
         self.compiled = compile_with(lowered, self.latencies)
-        if self.overlaps and (held := _held(self.compiled)) > self.memory_limit_bytes:
+        if self.overlaps and (held := held_bytes(self.compiled)) > self.memory_limit_bytes:
             warn_user(
                 f"with its collectives beside computing this process would hold {nbytes(held)}, and it has "
                 f"{nbytes(self.memory_limit_bytes)}: it computes in the order that holds least, and hides less of them",
@@ -353,7 +353,7 @@ def lower(
     )
 
 
-def _held(compiled: Any) -> int:
+def held_bytes(compiled: Any) -> int:
     """Bytes that a call of a compiled program holds at most, on one device."""
     memory = compiled.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -20,6 +20,7 @@ from hapsynth.adapting.probe import Probe
 from hapsynth.adapting.rebalance import busy_seconds, propose, slowdowns
 from hapsynth.instructions.layout import R, S
 from hapsynth.lower._compute_timer import ComputeTimer
+from hapsynth.lower._isolated import IsolatedRun
 from hapsynth.plan import Plan
 from hapsynth.running.drift import leaf_drift, resynced
 from hapsynth.running.sharded_array import ShardedArray
@@ -385,7 +386,7 @@ def test_a_monitor_waits_until_its_window_agrees(plan: Plan, monkeypatch: pytest
 
 
 def test_a_probe_runs_what_each_device_computes(plan: Plan) -> None:
-    """On operands of its own, in the shapes in which the plan's are stored; of what the plan makes, in theirs."""
+    """On operands of its own, in the shapes of its own shards, to results of such."""
     new = propose(plan, np.array([1.0, 1.0, 1.0, 2.0])).plan
     ticks = iter(np.arange(0.0, 100.0, 0.25))
     probe = Probe(new, clock=lambda: float(next(ticks)))
@@ -396,18 +397,19 @@ def test_a_probe_runs_what_each_device_computes(plan: Plan) -> None:
     devices = [d for _, operands in probe._runs for d in operands()[0].devices()]
     assert set(devices) == set(new.mesh.devices.flat)
     assert len(probe._runs) < len(devices) == 4
-    stored = lambda s: s.sharding.shard_shape(s.shape)
+    place = dict(zip(new.mesh.devices.flat, np.ndindex(new.mesh.devices.shape)))
     for run, operands in probe._runs:
         values = operands()
-        each = lambda arrays: [x.addressable_shards[0].data.shape for x in arrays]
-        assert each(values) == [stored(s.struct()) for s in (*new.lowered.inputs, *new.lowered.constants)]
-        assert each(run(*values)) == [stored(s.struct()) for s in new.lowered.outputs if s is not None]
+        taken, made = (*new.lowered.inputs, *new.lowered.constants), new.lowered.outputs
+        for x, storage in zip((*values, *run(*values)), (*taken, *made), strict=True):
+            shards = [(s.data.shape, place[s.device]) for s in x.addressable_shards]
+            assert all(shape == storage.shard_shape(at) for shape, at in shards)
         # Nothing is sent.
         assert not re.search(COLLECTIVE, run.as_text())
     assert re.search(COLLECTIVE, new.lower().compile().as_text())
 
 
-@pytest.mark.parametrize("why", ["no room", "a while loop"])
+@pytest.mark.parametrize("why", ["no room", "no memory left", "new state beside the old", "a while loop"])
 def test_a_probe_of_the_heaviest_op_alone(plan: Plan, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its own shape."""
     new = propose(plan, np.array([1.0, 1.0, 1.0, 2.0])).plan
@@ -415,6 +417,14 @@ def test_a_probe_of_the_heaviest_op_alone(plan: Plan, why: str, monkeypatch: pyt
         # Of what it holds, once more.
         kinds = [replace(k, memory=int(1.9 * m)) for k, m in zip(new.cluster.devices, new.result.memory_bytes)]
         monkeypatch.setattr(new, "cluster", replace(new.cluster, devices=tuple(kinds)))
+    elif why == "no memory left":
+        # Of CPU devices, which share it.
+        left = 4 * int(max(new.result.memory_bytes)) - 1
+        monkeypatch.setattr("hapsynth.adapting.probe.free", lambda device: left)
+    elif why == "new state beside the old":
+        # More than the plan, whose calls write one over the other, was taken to hold.
+        held = IsolatedRun(None, list, tuple(new.mesh.devices.flat), 1 << 60)
+        monkeypatch.setattr("hapsynth.adapting.probe.isolated_runs", lambda *_, **__: [held])
     else:
         monkeypatch.setattr("hapsynth.adapting.probe.waits", lambda graph: True)
     probe = Probe(new)

@@ -233,7 +233,7 @@ def exchanged(mesh: Mesh, sizes: Sizes, step: Convert, x: Any) -> Any:
 @pytest.mark.parametrize("kind", SHARES)
 @pytest.mark.parametrize("name", [name for name, step in STEPS.items() if step.balances])
 def test_a_device_by_itself_gets_what_it_would_of_others(name: str, kind: str) -> None:
-    """In shape, as `IsolatedProgram` times it."""
+    """In shape, as `isolated_runs` times it."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
     for source, target in conversions(STEPS[name], 1):
         graph, program = program_of(STEPS[name], [(source, target)], (4,))

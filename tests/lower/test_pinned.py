@@ -20,7 +20,7 @@ from hapsynth.hlo.latency_profile import latency_profile
 from hapsynth.hlo.text import HloError
 from hapsynth.instructions.layout import R, S
 from hapsynth.instructions.program.program import Convert, Instruction, Program, reads
-from hapsynth.lower import IsolatedProgram, Lowered, _pinned, compile_with
+from hapsynth.lower import Lowered, _pinned, compile_with, isolated_runs
 from hapsynth.lower._pinned import OPTIONS, is_pinned
 from hapsynth.running import drift, transfer
 from hapsynth.search.cost.collective_price import NetworkPrice
@@ -220,10 +220,9 @@ def test_a_device_alone_sends_nothing_to_wait_for() -> None:
     assert plan.program.collectives()
     assert plan.mesh is not None
     graph, program, sizes = plan.traced.graph, plan.program, plan.sizes
-    alone = IsolatedProgram(graph, program, sizes, plan.mesh, donate=False, platform="gpu")
-    for run, operands in alone.compiled_runs():
-        made = jax.block_until_ready(run(*operands()))
-        assert [x.dtype for x in made] == [s.dtype for s in alone.outputs if s is not None]
+    for alone in isolated_runs(graph, program, sizes, plan.mesh, platform="gpu"):
+        made = jax.block_until_ready(alone.run(*alone.operands()))
+        assert [x.dtype for x in made] == [s.dtype for s in plan.lowered.outputs if s is not None]
 
 
 def ancestors(jaxpr: Any, eqn: Any) -> set[str]:
