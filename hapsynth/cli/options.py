@@ -175,7 +175,13 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", metavar="SHAPE", type=_mesh, default=(), help="data=2,model=4 or 2x4 (default: one axis over all)"
     )
-    parser.add_argument("--dtypes", metavar="A,B", type=_dtypes, default=(), help=f"of {', '.join(DTYPES)}")
+    parser.add_argument(
+        "--dtypes",
+        metavar="A,B",
+        type=_dtypes,
+        default=(),
+        help=f"of {', '.join(DTYPES)} (default: float32, on GPUs bfloat16 and float16 too)",
+    )
     _path(
         parser,
         "--model",

@@ -120,7 +120,7 @@ def _heavy(
 
 
 def _dtypes(job: Job, options: Options) -> tuple[str, ...]:
-    usual = ("float32",) if job.devices[0].platform == "cpu" else ("float32", "bfloat16")
+    usual = () if job.devices[0].platform == "cpu" else ("bfloat16", "float16")
     return tuple(dict.fromkeys(("float32", *(options.dtypes or usual))))
 
 

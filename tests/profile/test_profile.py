@@ -230,6 +230,33 @@ def test_contention_is_of_what_both_take_together(monkeypatch: pytest.MonkeyPatc
     assert seconds == pytest.approx(alone / (1 - min(lost, 0.9)))
 
 
+@pytest.mark.parametrize(
+    ("platform", "asked", "measured"),
+    [
+        ("cpu", (), {"float32"}),
+        # Each by itself: a card without bfloat16 units computes it in float32, and float16 eight times as fast.
+        ("gpu", (), {"float32", "bfloat16", "float16"}),
+        ("gpu", ("bfloat16",), {"float32", "bfloat16"}),
+    ],
+)
+def test_dtypes_whose_rates_are_measured(
+    platform: str, asked: tuple[str, ...], measured: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def kernels_of(dtypes: Any, quick: bool) -> list[Any]:
+        seen.extend(dtypes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "kernels", kernels_of)
+    job: Any = FakeJob([1.0])
+    job.devices = [SimpleNamespace(platform=platform)]
+    job.memory, job.fingerprint, job.shared = lambda: [1 << 30], lambda _: "", str
+    with pytest.raises(KeyboardInterrupt):
+        run.profile(job, Options(dtypes=asked), tmp_path / "partial")
+    assert set(seen) == measured
+
+
 def test_unlike_devices_become_kinds() -> None:
     cluster = built(FakeJob([1.0, 3.0, 1.05, 3.0])).cluster()
     assert [d.name for d in cluster.devices] == ["cpu-2", "cpu-1", "cpu-2", "cpu-1"]
