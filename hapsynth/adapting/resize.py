@@ -30,9 +30,13 @@ def best_sizes(
 
     Raises ProgramError where the program has no such sizes.
     """
-    sizer = Sizer(plan.program, classes or plan.sizes.classes, costs, FixedRatios(named=dict(pinned or {})))
+    program, classes, overlap = plan.program, classes or plan.sizes.classes, plan.result.overlap
+    # At other sizes collectives last otherwise: about as long at the plan's as at those that are found.
+    under_way = plan.timeline.under_way if overlap else {}
+    sizer = Sizer(program, classes, costs, FixedRatios(named=dict(pinned or {})), under_way=under_way)
     sizes = agreed(plan.mesh, sizer.best(proportional(costs.speed), limit=plan.memory_limit))
-    return sizes, sizer.memory.peak(sizes)
+    under_way = program_timeline(program, sizes, costs).under_way if overlap else {}
+    return sizes, MemoryProfile(costs.graph, program, classes, costs, under_way).peak(sizes)
 
 
 def resized(plan: P, sizes: Sizes, costs: CostModel, cluster: Cluster, traced: Traced | None = None) -> P:

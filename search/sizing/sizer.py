@@ -59,7 +59,8 @@ class KnownShares:
 
 class Sizer:
     """Finds sizes for one program. `fixed_ratios`: ratios that some classes have to have. `left`: the seconds that
-    there are; where they have passed, the best sizes so far are good enough. `known`: of other programs as well."""
+    there are; where they have passed, the best sizes so far are good enough. `known`: of other programs as well.
+    `under_way`: as of `MemoryProfile`."""
 
     def __init__(
         self,
@@ -69,8 +70,10 @@ class Sizer:
         fixed_ratios: FixedRatios | None = None,
         left: Callable[[], float] = lambda: np.inf,
         known: KnownShares | None = None,
+        under_way: Mapping[int, int] | None = None,
     ) -> None:
         self.program, self.classes, self.costs, self._left = program, classes, costs, left
+        self._under_way = under_way or {}
         self.graph: Graph = costs.graph
         self.pinned = (fixed_ratios.shares(classes, costs.speed) if fixed_ratios else {}) | classes.owned
         self.families = sorted({c.axes for c in classes.all}, key=lambda axes: (-len(axes), axes))
@@ -80,7 +83,7 @@ class Sizer:
 
     @cached_property
     def memory(self) -> MemoryProfile:
-        return MemoryProfile(self.graph, self.program, self.classes, self.costs)
+        return MemoryProfile(self.graph, self.program, self.classes, self.costs, self._under_way)
 
     @cached_property
     def loads(self) -> ClassCosts:

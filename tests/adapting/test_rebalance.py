@@ -18,12 +18,14 @@ import hapsynth
 from hapsynth.adapting.monitor import Monitor
 from hapsynth.adapting.probe import Probe
 from hapsynth.adapting.rebalance import busy_seconds, propose, slowdowns
+from hapsynth.adapting.resize import best_sizes, resized
 from hapsynth.instructions.layout import R, S
 from hapsynth.lower._compute_timer import ComputeTimer
 from hapsynth.lower._isolated import IsolatedRun
 from hapsynth.plan import Plan
 from hapsynth.running.drift import leaf_drift, resynced
 from hapsynth.running.sharded_array import ShardedArray
+from hapsynth.search.memory.profile import MemoryProfile
 
 COLLECTIVE = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 
@@ -95,6 +97,17 @@ def test_a_plan_that_leaves_a_device_out() -> None:
     got, _ = new(new.shard(state), x)
     want, _ = jax.jit(step)(state, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), new.unshard(got), want)
+
+
+def test_sizes_are_limited_by_what_the_plan_holds_with_overlap() -> None:
+    """What is under way counts when sizes are sought as when the plan says what it holds."""
+    described = cluster([SPEED] * 3 + [SPEED / 2], bandwidth=1e7)
+    plan = hapsynth.synthesize(step, step_args(), described, overlap=True, form="staged", leave_out=False)
+    assert plan.timeline.under_way
+    costs = plan.cost_model(plan.used)
+    sizes, peak = best_sizes(plan, costs)
+    without = MemoryProfile(costs.graph, plan.program, sizes.classes, costs).peak(sizes)
+    assert peak == max(resized(plan, sizes, costs, plan.cluster).memory) > without
 
 
 def test_the_scaled_model_predicts_what_was_measured(plan: Plan) -> None:
