@@ -114,8 +114,10 @@ class Plan(Planned, Generic[P, R]):
         # What was found there may have changed the form, not how things are stored.
         lowered = self.lowered_for(donate)
         lowered.recording = self._recording
+        returned = False
         try:
             made = lowered(stored)
+            returned = True
         except Exception as error:
             lost = [p for p, x in zip(self.traced.in_paths, stored) if x.is_deleted()]
             named = None if lost else unsupported(self.traced.graph, lowered.mesh.local_devices[0], error)
@@ -126,7 +128,7 @@ class Plan(Planned, Generic[P, R]):
             raise
         finally:
             lowered.recording = False
-        after_call()
+            after_call(self, returned)
         return lowered, made
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:

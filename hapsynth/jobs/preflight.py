@@ -94,9 +94,10 @@ def before_call(plan: Planned, arguments: Sequence[Any], donate: bool) -> None:
     meeting.begin_call(ranks_of(plan.mesh))
 
 
-def after_call() -> None:
-    """Called by a plan after each run that did not raise."""
-    meeting.end_call()
+def after_call(plan: Planned, returned: bool) -> None:
+    """Called by a plan after each run that `before_call` let begin: whether it returned, or raised."""
+    if plan.mesh is not None and plan.mesh.is_multi_process:
+        meeting.end_call(returned)
 
 
 def preflight(

@@ -57,7 +57,7 @@ class Meeting:
         self._joining: threading.Thread | None = None
         self._failed = False
         self._in_call: tuple[int, ...] = ()
-        """The processes of the plan whose call has begun and not returned."""
+        """The processes of the plan whose call has begun and not ended."""
         self._calls = Counter[tuple[int, ...]]()
         """Those that have begun, by the processes of the plan, also before this one parted from the others."""
         self._caller = 0
@@ -190,11 +190,14 @@ class Meeting:
     def begin_call(self, ranks: tuple[int, ...]) -> None:
         """A call of a plan of these processes begins."""
         self._in_call = ranks
-        self.client.calls[ranks] += 1
+        self._calls[ranks] += 1
         self._caller = threading.get_ident()
 
-    def end_call(self) -> None:
-        """The call has returned."""
+    def end_call(self, returned: bool) -> None:
+        """The call has returned; or it raised, or the process exits out of it: then it counts as none, as the others
+        wait in theirs for one that is still to come."""
+        if self._in_call and not returned:
+            self._calls[self._in_call] -= 1
         self._in_call = ()
 
     def part(self) -> None:
@@ -236,9 +239,7 @@ class Meeting:
         if lost and self._client is None and not self._failed and os.environ.get(PREFLIGHT, "on") == "on":
             _aside(self._join_late, _LATE_S)
         if self._client is not None:
-            if self._in_call:
-                # It exits out of a call, in which the others wait for it.
-                self._client.calls[self._in_call] -= 1
+            self.end_call(returned=False)
             self._client.leave("" if error is None else _described(error))
         if self._failed or lost or (error is not None and self._client is not None):
             self.exit()

@@ -388,7 +388,9 @@ class Server:
         for member in present:
             for ranks, calls in member.calls.items():
                 for other in (self._members[r] for r in ranks if r in self._members):
-                    if other.has_ended and other.calls.get(ranks, 0) < calls:
+                    # A call that raises in all is no longer counted, which is heard of each a beat later.
+                    gone = other.has_ended and now - other.heard > 2 * self.timeouts.beat
+                    if gone and other.calls.get(ranks, 0) < calls:
                         self._end(
                             f"{other} has ended after {plural(other.calls.get(ranks, 0), 'call')} of plans, and "
                             f"{member} is in call {calls}: every process must make the same calls"

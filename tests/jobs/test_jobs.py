@@ -16,7 +16,7 @@ from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -499,6 +499,28 @@ def test_a_meeting_says_which_calls_have_begun_before_it_in_the_same_thread() ->
     saver.start()
     saver.join()
     assert said == [("meeting 1", False), ("meeting 2 (saving)", False), ("meeting 3 (saving)", True)]
+
+
+def test_a_call_that_raised_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who catches it and saves would wait for ever for those that wait in the call."""
+    one: Any = meeting.Meeting()
+    monkeypatch.setattr(preflight, "meeting", one)
+    several, alone = (SimpleNamespace(mesh=of_processes(*ranks)) for ranks in ((0, 1), (0,)))
+    counts: list[int] = []
+    for plan, returned in ((several, True), (several, False), (alone, False), (several, True)):
+        if plan is several:
+            one.begin_call((0, 1))
+        preflight.after_call(cast(Any, plan), returned)
+        counts.append(one._calls[0, 1])
+    assert counts == [1, 1, 1, 2]
+    # In a call, a plan of this process alone may raise in another thread.
+    one.begin_call((0, 1))
+    preflight.after_call(cast(Any, alone), returned=False)
+    assert one._calls[0, 1] == 3
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    one._client = SimpleNamespace(leave=lambda _: counts.append(one._calls[0, 1]))
+    one.leave()
+    assert counts[-1] == 2
 
 
 def test_what_nohup_has_it_ignore_stays_so() -> None:

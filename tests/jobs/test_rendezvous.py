@@ -161,6 +161,24 @@ def test_a_process_that_ends_before_the_others(job: Job) -> None:
     assert "has ended after 1 call of plans, and process 0" in job.reason(1)
 
 
+def test_one_that_ends_as_the_others_have_still_to_say_that_their_call_raised(job: Job) -> None:
+    """Signs of life are a beat apart; a last call that raises in all ends no job."""
+    port = job.serve()
+    says_later, ends = job.join(port, 0), job.join(port, 1)
+    says_later.calls[0, 1], ends.calls[0, 1] = 2, 1
+    server = job.server
+    assert server is not None
+    while (0, 1) not in server._members[0].calls:
+        time.sleep(0.01)
+    with server._lock:
+        server._hear(server._members[1], {"leave": "", "calls": [[[0, 1], 1]]})
+        present, left = server._all(), server._members[1].heard
+        server._judge(present, left + PATIENT.beat)
+        assert not server._over
+        server._judge(present, left + 3 * PATIENT.beat)
+        assert "has ended after 1 call of plans" in server._over
+
+
 def test_one_that_takes_part_in_fewer_plans_may_end_first(job: Job) -> None:
     port = job.serve(3)
     a, b, ends = (job.join(port, rank, 3) for rank in range(3))

@@ -121,8 +121,11 @@ def test_an_error_of_the_run_names_what_it_consumed(plan: Plan, monkeypatch: pyt
         raise RuntimeError("out of memory")
 
     monkeypatch.setitem(plan.lowered.__dict__, "function", fails)
+    ended: list[tuple[Any, bool]] = []
+    monkeypatch.setattr("hapsynth.plan.after_call", lambda *said: ended.append(said))
     with pytest.raises(RuntimeError, match="out of memory") as caught:
         plan(state, batch)
+    assert ended == [(plan, False)]
     assert "are lost: [0]['m']['b']" in caught.value.__notes__[0]
 
 
