@@ -31,6 +31,7 @@ NUMERICS = (
     "jax_numpy_dtype_promotion",
     "jax_numpy_rank_promotion",
     "jax_debug_nans",
+    "jax_debug_infs",
 )
 """Of JAX's configuration what decides which numbers a function computes, beside its code."""
 

@@ -64,13 +64,13 @@ class Plan(Planned, Generic[P, R]):
         UnsupportedError naming the op that the devices can't run, `hapsynth.jobs.JobError` where the processes of a job
         do not find each other or do not fit together.
         An error from the run itself carries a note that names the state it consumed. Under `jax_debug_nans` and
-        `jax_debug_infs`: FloatingPointError as `jax.jit` raises it, and nothing is consumed.
+        `jax_debug_infs`: FloatingPointError as `jax.jit` raises it, in all processes, and nothing is consumed.
         """
         asked = _jax.looked_for()
         if asked:
             with _jax.unlooked():
                 lowered, made = self._run(args, kwargs, donate=False)
-            found = strange_results(self.traced.out_paths, made, asked)
+            found = strange_results(lowered.mesh, self.traced.out_paths, made, asked)
             if found is not None:
                 raise_strange(self, found, args, kwargs)
         else:

@@ -12,17 +12,28 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from hapsynth import _jax
 from hapsynth.lower import parts
+from hapsynth.running.allgather import told
 from hapsynth.running.base import Planned
 from hapsynth.running.sharded_array import whole
 
 _IS = {"nan": jnp.isnan, "inf": jnp.isinf}
 
 
-def strange_results(paths: Sequence[str], stored: Sequence[Any], kinds: Sequence[str]) -> tuple[str, str] | None:
-    """The first result of which this process holds a value that was looked for: its path, and "nan" or "inf"."""
+def strange_results(
+    mesh: Mesh, paths: Sequence[str], stored: Sequence[Any], kinds: Sequence[str]
+) -> tuple[str, str] | None:
+    """A result of which a process of the mesh holds a value that was looked for: its path, and "nan" or "inf". All
+    processes must call, and get the same: where one alone raised, the others would go on with the new state."""
+    found = told(mesh, _strange_here(paths, stored, kinds), "looking for NaN and infinities")
+    return next(((path, kind) for path, kind in filter(None, found)), None)
+
+
+def _strange_here(paths: Sequence[str], stored: Sequence[Any], kinds: Sequence[str]) -> tuple[str, str] | None:
+    """The first result of which this process holds such a value."""
     with _jax.unlooked():
         for path, x in zip(paths, stored, strict=True):
             for part in parts(x):
