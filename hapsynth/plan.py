@@ -45,7 +45,7 @@ class Plan(Planned, Generic[P, R]):
     lies as the plan keeps it, as `jax.jit(..., donate_argnums=...)` would; anything else is copied to the devices and
     left alone. `form`: how it runs; `Plan.form` and `Plan.form_reason` tell what "auto" came to. `overlap`: between
     processes collectives run beside computing, and the program's instructions are put in the order in which that takes
-    least; where they can't it warns (`OverlapWarning`) with the reason and runs without.
+    least; where they can't, or a device has no room for it, it warns (`OverlapWarning`) and runs without.
     Raises ValueError where the mesh has another number of devices than the cluster and the program, or for a form that
     is none; warns (`ClusterWarning`) where there is a mesh and the cluster was measured on another machine or with
     another JAX.

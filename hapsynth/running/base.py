@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 import jax
 from jax.sharding import Mesh
 
+from hapsynth._quantities import nbytes
 from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.cluster.cluster import Cluster, ClusterWarning
 from hapsynth.graph.trace import Traced
@@ -42,6 +43,7 @@ from hapsynth.running.form import (
     no_overlap,
     not_fused,
     only_exact,
+    peak_bytes,
 )
 from hapsynth.search.cost.collective_price import NetworkPrice
 from hapsynth.search.cost.model import CostModel
@@ -102,8 +104,27 @@ class Planned(ABC):
             if not self.overlap:
                 warn_user(f"overlap is asked for, and {self.overlap_reason}: it runs without", OverlapWarning)
             elif not result.overlap:
-                program = in_scheduled_order(self.program, self.sizes, self.cost_model())
-                self.result = replace(result, program=program)
+                self._put_in_scheduled_order()
+
+    def _put_in_scheduled_order(self) -> None:
+        """The program of a result without overlap in the order for it; where that holds more than a device has, it runs
+        without, with a warning."""
+        graph, cluster = self.traced.graph, self.cluster
+        program = in_scheduled_order(self.program, self.sizes, self.cost_model())
+        found = replace(self.result, program=program)
+        memory = peak_bytes(graph, found, cluster, exact=found.exact, overlap=True)
+        found = replace(found, memory_bytes=memory)
+        held, limits = held_bytes(self.form, graph, found, cluster, overlap=True), found.memory_limit_bytes
+        over = [d for d in self.devices if held[d] > limits[d]]
+        if not over:
+            self.result = found
+            return
+        needed, room = nbytes(held[over[0]]), nbytes(limits[over[0]])
+        text = f"overlap is asked for, and would need {needed} on device {over[0]}, which has {room}: it runs without"
+        warn_user(text, OverlapWarning)
+        self._asked_overlap = False
+        # It was chosen for overlap.
+        del self._form
 
     def _of_used(self, mesh: Mesh) -> Mesh:
         """The devices of a mesh of the whole cluster that take part, in a row; any other mesh as it is."""
@@ -162,7 +183,7 @@ class Planned(ABC):
     @property
     def held_bytes(self) -> tuple[float, ...]:
         """As `memory`, in the form in which it runs."""
-        return held_bytes(self.form, self.traced.graph, self.result, self.cluster)
+        return held_bytes(self.form, self.traced.graph, self.result, self.cluster, overlap=self.scheduled)
 
     @property
     def memory_limit(self) -> float:
@@ -276,7 +297,7 @@ class Planned(ABC):
             donate=donate,
             options=options,
             latencies=self.latencies,
-            scheduled=self.overlap or self.result.overlap,
+            scheduled=self.scheduled,
             memory_limit_bytes=min(self.result.room.limits[d] for d in local_numbers(self.mesh)),
         )
 
@@ -328,6 +349,11 @@ class Planned(ABC):
     def overlap(self) -> bool:
         """Whether collectives run beside computing."""
         return self._asked_overlap and self.mesh is not None and not self.overlap_reason
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the program's order is a schedule of what is computed beside its collectives."""
+        return self.overlap or self.result.overlap
 
     @property
     def overlap_reason(self) -> str:

@@ -126,16 +126,22 @@ def _sends_in_loops(graph: Graph, result: Result) -> bool:
     return any(graph.runs[i.region] > 1 for i in sent)
 
 
-def held_bytes(form: Form, graph: Graph, result: Result, cluster: Cluster) -> tuple[float, ...]:
+def held_bytes(form: Form, graph: Graph, result: Result, cluster: Cluster, *, overlap: bool) -> tuple[float, ...]:
     """Predicted peak bytes of each device of the cluster in a form, 0 for one that is left out: a plan that was made
-    for padded shards may run in one that stores them at their exact size."""
+    for padded shards may run in one that stores them at their exact size. `overlap`: collectives run beside what is
+    computed."""
     if result.exact or not holds_exact(form):
         return result.memory_bytes
+    return peak_bytes(graph, result, cluster, exact=True, overlap=overlap)
+
+
+def peak_bytes(graph: Graph, result: Result, cluster: Cluster, *, exact: bool, overlap: bool) -> tuple[float, ...]:
+    """As `held_bytes`, in the program's order, of shards that are stored at their exact size or padded."""
     program, sizes = result.program, result.sizes
     used = tuple(range(cluster.n)) if result.devices is None else result.devices
-    room = replace(result.room, exact=True)
+    room = replace(result.room, exact=exact)
     costs = CostModel(graph, cluster.subset(used), FactorTable(graph), program.axes, room, result.lowering)
-    under_way = program_timeline(program, sizes, costs).under_way if result.overlap else {}
+    under_way = program_timeline(program, sizes, costs).under_way if overlap else {}
     held = MemoryProfile(graph, program, sizes.classes, costs, under_way).peaks(sizes)
     return tuple(dict(zip(used, held, strict=True)).get(d, 0.0) for d in range(cluster.n))
 

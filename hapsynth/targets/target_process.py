@@ -126,7 +126,7 @@ class _Saved:
     def held(self, form: Chosen, *, without_triton: bool) -> float:
         """Predicted bytes of the device of this kind that holds most. Staged: as the plan has them, and a workspace."""
         if form == "staged":
-            held = held_bytes(form, self.traced.graph, self.result, self.cluster)
+            held = held_bytes(form, self.traced.graph, self.result, self.cluster, overlap=self.result.overlap)
             return max(held[self.used[i]] for i in self.own) + self._library(without_triton).workspace + SMALL
         fused, library = form == "fused", self._library(without_triton)
         costs, program, sizes = self._costs(exact=fused), self.result.program, self.result.sizes

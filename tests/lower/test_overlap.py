@@ -6,6 +6,7 @@ import random
 import threading
 import time
 import weakref
+from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,6 +38,7 @@ from hapsynth.lower._collective_thread import OverlappedCall, Transfer
 from hapsynth.lower._host_schedule import CollectiveStage, HostLoop, LocalStage
 from hapsynth.lower._staged_form import Run
 from hapsynth.running.form import Form, no_overlap
+from hapsynth.search.memory.profile import MemoryProfile
 
 
 def overlapping(plan: hapsynth.Plan) -> Staged:
@@ -153,6 +155,29 @@ def test_where_nothing_can_overlap_it_is_said() -> None:
         assert_close(jax.tree.leaves(other.unshard(other(*LAYERS))), jax.jit(layers)(*LAYERS))
     without = hapsynth.Plan(plan.traced, plan.result, plan.cluster, overlap=True)
     assert (without.overlap, without.overlap_reason) == (False, "the plan was made without its devices")
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_plan_made_without_overlap_says_what_it_holds_with(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent is held beside what is computed meanwhile; where a device has no room for it, nothing is."""
+    plan = data_parallel()
+    monkeypatch.setattr("hapsynth.running.base.no_overlap", lambda *_, **__: "")
+    result = replace(plan.result, exact=exact)
+    again = lambda result: hapsynth.Plan(
+        plan.traced, result, plan.cluster, plan.mesh, plan.fn, form="staged", overlap=True
+    )
+    other = again(result)
+    costs, under_way = other.cost_model(), other.timeline.under_way
+    assert other.overlap
+    assert under_way
+    want = MemoryProfile(plan.traced.graph, other.program, plan.sizes.classes, costs, under_way).peaks(plan.sizes)
+    assert other.memory == want
+    assert max(other.held_bytes) > max(plan.held_bytes)
+    short = replace(result, memory_limit_bytes=tuple(b - 1 for b in other.held_bytes))
+    with pytest.warns(hapsynth.OverlapWarning, match="on device 0, which has .*: it runs without"):
+        without = again(short)
+    assert not without.overlap
+    assert (without.program, without.memory) == (plan.program, plan.memory)
 
 
 @pytest.mark.parametrize(
