@@ -57,7 +57,11 @@ def for_shapes(plan: P, args: Sequence[Any], kwargs: Mapping[str, Any]) -> P:
             )
     if peak > plan.memory_limit:
         raise ShapeError(f"the program needs {nbytes(peak)} on a device that has {nbytes(plan.memory_limit)}: {_AGAIN}")
-    return resized(plan, sizes, costs, plan.cluster, traced)
+    uneven = any(len({*sizes.lengths(*node)}) > 1 for node in pinned)
+    try:
+        return resized(plan, sizes, costs, plan.cluster, traced, like=plan if uneven else None)
+    except ProgramError as error:
+        raise ShapeError(f"{error}: {_AGAIN}") from error
 
 
 def _traced(plan: Planned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:

@@ -9,9 +9,11 @@ import numpy as np
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced
+from hapsynth.instructions.program.program import ProgramError
 from hapsynth.instructions.program.sizes import Classes, Node, Sizes
 from hapsynth.running.allgather import agreed
 from hapsynth.running.base import P, Planned
+from hapsynth.running.form import holds_exact, only_exact
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.memory.profile import MemoryProfile, held_by
@@ -39,8 +41,19 @@ def best_sizes(
     return sizes, MemoryProfile(costs.graph, program, classes, costs, under_way).peak(sizes)
 
 
-def resized(plan: P, sizes: Sizes, costs: CostModel, cluster: Cluster, traced: Traced | None = None) -> P:
-    """The plan at these sizes; its bounds do not hold on another cluster or at other shapes."""
+def resized(
+    plan: P,
+    sizes: Sizes,
+    costs: CostModel,
+    cluster: Cluster,
+    traced: Traced | None = None,
+    like: Planned | None = None,
+) -> P:
+    """The plan at these sizes; its bounds do not hold on another cluster or at other shapes. `like`: a plan that stores
+    unevenly what this one is to find as it lies, so that both pad it or neither does.
+
+    Raises ProgramError where that one pads, and there is no room for it here.
+    """
     timeline = None
     if plan.result.overlap:
         timeline = program_timeline(plan.program, sizes, costs)
@@ -63,4 +76,11 @@ def resized(plan: P, sizes: Sizes, costs: CostModel, cluster: Cluster, traced: T
         exposed_communication_s=0.0 if timeline is None else timeline.exposed_s,
         clocks_s={},
     )
-    return plan.with_result(result, cluster, traced)
+    new = plan.with_result(result, cluster, traced)
+    if like is None or plan.mesh is None or holds_exact(new.form) == holds_exact(like.form):
+        return new
+    if not holds_exact(new.form):
+        return plan.with_result(result, cluster, traced, form="staged")
+    if why := only_exact(costs.graph, result, cluster):
+        raise ProgramError(f"what is to stay where it lies is padded, and {why}")
+    return plan.with_result(result, cluster, traced, form="switch")

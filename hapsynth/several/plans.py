@@ -21,6 +21,7 @@ from hapsynth.adapting.resize import best_sizes, resized
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced
 from hapsynth.graph.trip_counts import Expectation
+from hapsynth.instructions.program.program import ProgramError
 from hapsynth.jobs import check_mesh
 from hapsynth.plan import Plan
 from hapsynth.running.form import Form
@@ -132,7 +133,7 @@ class Plans(Mapping[str, Plan]):
         for n in sorted(self, key=lambda n: (n != name, -self.frequency[n] * self[n].cost)):
             role = self._roles[n]
             if n != name:
-                plans[n] = _with_state(n, self[n], role, kept, plan.cluster)
+                plans[n] = _with_state(n, self[n], role, kept, plan)
             kept = placements(role, plans[n].program, plans[n].sizes) | kept
         return Plans({n: plans[n] for n in self}, self._named_after, self.frequency, {}, 0.0, self._said)
 
@@ -242,23 +243,28 @@ def load_plans(
     return Plans(_in_one_form(read, functions, mesh, form), named_after, weights, alone, bound, said)
 
 
-def _with_state(name: str, plan: Plan, role: Role, kept: Mapping[int, StatePlacement], cluster: Cluster) -> Plan:
-    """A plan at the sizes for a cluster at which the state lies as `kept`; as it is, with a warning, where its program
-    has none."""
+def _with_state(name: str, plan: Plan, role: Role, kept: Mapping[int, StatePlacement], like: Plan) -> Plan:
+    """A plan at the sizes for the cluster of another, `like`, at which the state lies as `kept` and is stored as there;
+    as it is, with a warning, where its program has none."""
+    cluster = like.cluster
     asked, costs = StateRequirements.of(role, kept), plan.cost_model(cluster.subset(plan.devices))
     sizes, peak = best_sizes(plan, costs, pinned=asked.named)
     paths = dict(zip(role.traced.graph.inputs, role.traced.in_paths, strict=True))
     why = ", ".join(sorted(paths.get(value, role.traced.graph.values[value].name) for value, _ in asked.broken(sizes)))
     if not why and peak > plan.memory_limit:
         why = "all of it, as it would hold too much then"
-    if why:
-        warn_user(
-            f"{name!r} keeps its sizes, and each call of it moves the state: its program can't have it as it lies now, "
-            f"{why}; plan the functions again for these devices if it is called often",
-            StateWarning,
-        )
-        return plan
-    return resized(plan, sizes, costs, cluster)
+    if not why:
+        uneven = any(len({*lengths}) > 1 for how in kept.values() for lengths in how.lengths.values())
+        try:
+            return resized(plan, sizes, costs, cluster, like=like if uneven else None)
+        except ProgramError as error:
+            why = str(error)
+    warn_user(
+        f"{name!r} keeps its sizes, and each call of it moves the state: its program can't have it as it lies now, "
+        f"{why}; plan the functions again for these devices if it is called often",
+        StateWarning,
+    )
+    return plan
 
 
 def _in_one_form(

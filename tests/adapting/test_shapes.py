@@ -69,6 +69,27 @@ def test_a_short_last_batch() -> None:
     assert plan.for_shapes(initial(), batch(240)) is plan
 
 
+def test_the_state_stays_where_it_lies_though_another_form_would_do() -> None:
+    """Padded shards have no room at the one number of rows, and would at the other."""
+    exact = planned(step, (initial(), batch(240)), fixed=CARRIED, form="staged")
+    few = exact.for_shapes(initial(), batch(70))
+    used, largest, fewest = exact.cluster, max(exact.memory), max(few.memory)
+    assert min(few.memory) < fewest < min(exact.memory) < largest, (exact.memory, few.memory)
+
+    def auto(plan: Plan, limits: tuple[float, ...]) -> Plan:
+        result = replace(plan.result, memory_limit_bytes=limits)
+        return Plan(plan.traced, result, used, plan.mesh, plan.fn)
+
+    plan = auto(exact, exact.memory)
+    assert (plan.form, auto(few, exact.memory).form) == ("staged", "switch")
+    short = plan.for_shapes(initial(), batch(70))
+    state = plan.shard(initial())
+    assert short.form == "staged"
+    assert all(short.adopt(state, plan)[name].data is state[name].data for name in ("up", "momentum"))
+    with pytest.raises(ShapeError, match=r"to stay .* is padded, and padded shards would need .*: synthesize"):
+        auto(few, exact.memory).for_shapes(initial(), batch(240))
+
+
 def test_the_batch_is_sized_for_its_own_work() -> None:
     """Three in four rows for the fast devices, at each number of rows."""
     plan = planned(step, (initial(), batch(960)))

@@ -55,6 +55,10 @@ def test_the_others_follow(form: Any, fixed: Any, tmp_path: Path) -> None:
         )
     _, value = found["train"](moved, X)
     np.testing.assert_allclose(value, jax.jit(train)(plain, X)[1], rtol=1e-5)
+    # Padded by one, so by all, and the other way around.
+    other: Any = "staged" if form == "switch" else "switch"
+    as_there = plans.rebalanced("train", new.with_result(new.result, new.cluster, form=other))
+    assert {p.form for p in as_there.values()} == {other}
     # And back, from a file.
     again = slower(each["train"], 1 / 6, 1, 1, 1)
     assert again.sizes.shares != each["train"].sizes.shares
