@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,29 @@ from hapsynth.lower._interpreter import Interpreter
 from hapsynth.lower._pinned import Latencies, is_pinned, options_of
 from hapsynth.lower._recorded_call import RecordedCall
 from hapsynth.lower._storage import Storage
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """A constant, so that no other takes its identity, and what is stored of it."""
+
+    constant: Any
+    stored: Any
+
+
+_PLACED: WeakValueDictionary[tuple[Any, ...], _Placed] = WeakValueDictionary()
+"""By a constant's identity and its storage, for as long as a program has it: plans of several shapes or functions, at
+new sizes beside old ones, and what runs under `jax_debug_nans` close over the same arrays."""
+
+
+def _placed(constant: Any, storage: Storage) -> _Placed:
+    key = (id(constant), *storage.key)
+    found = _PLACED.get(key)
+    if found is None:
+        # JAX arrays can't change, so they may be shared; a NumPy array may be written to later.
+        found = _Placed(constant, storage.put(constant, copy=not isinstance(constant, jax.Array)))
+        _PLACED[key] = found
+    return found
 
 
 @dataclass(eq=False)
@@ -145,12 +169,16 @@ class LoweredProgram(ABC):
     def table(self) -> FactorTable:
         return self.local.table
 
-    @cached_property
+    @property
     def placed_constants(self) -> list[Any]:
         """The graph's constants on the mesh: placed once, passed as arguments, never compiled in."""
-        # JAX arrays can't change, so they may be shared; a NumPy array may be written to later.
+        return [each.stored for each in self._placed]
+
+    @cached_property
+    def _placed(self) -> list[_Placed]:
+        """Those of another program that are stored alike, where there are such."""
         constants = zip(self.constants, self.graph.constants.values(), strict=True)
-        return [s.put(x, copy=not isinstance(x, jax.Array)) for s, x in constants]
+        return [_placed(x, storage) for storage, x in constants]
 
     @cached_property
     def steps(self) -> list[Step]:

@@ -143,6 +143,11 @@ class Storage:
         """The stored array, abstractly."""
         return jax.ShapeDtypeStruct(self.stored_shape, self.dtype, sharding=self.sharding, weak_type=self.weak_type)
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Hashable, and equal where one value is stored alike."""
+        return (type(self), self.shape, self.dtype, self.weak_type, self.sharding, tuple(self.cuts.items()))
+
     def holds(self, x: jax.Array) -> bool:
         """Whether an array of the logical shape and dtype lies as it is stored, types included."""
         return self.lies(x) and getattr(x, "weak_type", False) == self.weak_type

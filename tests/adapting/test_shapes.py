@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -126,6 +128,27 @@ def test_buckets_of_sequence_lengths() -> None:
         buckets(floats(4, 4), floats(6, 48, 8))
     with pytest.raises(TypeError, match="1 positional argument"):
         buckets(w)
+
+
+def test_a_constant_lies_on_the_devices_once() -> None:
+    """Whatever plans and programs close over it, and as long as one of them does."""
+    table, rows = jnp.asarray(floats(48, 16)), np.asarray(floats(16))
+    fn = lambda w, x: (w + x.sum() * table, rows * 2)
+    plan = planned(fn, (floats(48, 16), floats(240)), form="staged", fixed={"[0]": "S(0)"})
+    short = plan.for_shapes(floats(48, 16), floats(70))
+    again = plan.with_result(plan.result, plan.cluster)
+    lowered = [plan.lowered, plan.lowered_for(False), short.lowered, again.lowered]
+    placed = [{id(each) for each in one.placed_constants} for one in lowered]
+    # NumPy arrays may have been written to since the other was traced.
+    assert (len(placed[0]), len(set.intersection(*placed))) == (2, 1)
+    assert placed[0] == placed[1] == placed[3]
+    held = [weakref.ref(each) for each in plan.lowered.placed_constants]
+    del plan, again, lowered
+    gc.collect()
+    assert [each() is not None for each in held].count(True) == 1
+    del short
+    gc.collect()
+    assert not any(each() for each in held)
 
 
 def test_on_two_axes() -> None:
