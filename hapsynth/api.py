@@ -250,6 +250,10 @@ def synthesize(
         restriction = Restriction(stored=layouts_of(arguments, fixed, len(mesh_axes(cluster)), "argument"))
     options = replace(options, restriction=restriction, least_speedup=least_speedup(form, devices))
 
+    if ratios is not None:
+        # A plan is looked for by what is asked, which has to make sense.
+        fixed_ratios_of(traced, cast(Ratios, ratios), mesh_axes(cluster))
+
     def task(graph: Graph, budget: float | None) -> Task:
         of = replace(traced, graph=graph)
         fixed_ratios = None if ratios is None else fixed_ratios_of(of, cast(Ratios, ratios), mesh_axes(cluster))

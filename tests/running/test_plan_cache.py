@@ -62,6 +62,21 @@ def entries(folder: Path) -> list[Path]:
     return sorted(folder.glob("*")) if folder.is_dir() else []
 
 
+@pytest.mark.parametrize(
+    ("ratios", "says"),
+    [
+        (jnp.array([0.5, 0.25, 0.25]), "ratios is .* give 3 fractions that sum to 1"),
+        ({"[0].0": [0.5, 0.25, 0.25], 1: [0.5, 0.25, 0.25]}, "ratios name 1, which is no class"),
+    ],
+    ids=["array", "names"],
+)
+def test_ratios_of_no_use_are_named(ratios: Any, says: str, folder: Path, unequal: Cluster) -> None:
+    """Before they are part of what the plan is looked for by."""
+    with pytest.raises((TypeError, ValueError), match=says):
+        hapsynth.synthesize(step, arguments(), unequal, ratios=ratios)
+    assert not entries(folder)
+
+
 def test_the_same_takes_no_search(folder: Path, searches: list[int], unequal: Cluster, tmp_path: Path) -> None:
     first = hapsynth.synthesize(step, arguments(), unequal)
     again = hapsynth.synthesize(step, arguments(), unequal)
