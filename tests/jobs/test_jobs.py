@@ -268,6 +268,20 @@ def test_processes_of_one_machine_share_its_memory() -> None:
     assert "p0, p1 need 6.0 GiB more together, and a has 4.0 GiB free" in problems([of("p0", "a"), of("p1", "a")])[0]
 
 
+def test_what_a_program_that_has_just_ended_held_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its temporaries are given back after its results are there."""
+    fn, x = lambda x: x * 2, np.ones((4096, 64), np.float32)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    plan = hapsynth.synthesize(fn, (x,), mesh, cluster=slow_cluster((1.0, 1.0)), leave_out=False)
+    seen, waited = iter([1 << 30, 2 << 30, 3 << 30, 3 << 30, 4 << 30]), list[Any]()
+    monkeypatch.setattr(process_facts._device_memory, "free", lambda _: next(seen))
+    monkeypatch.setattr(process_facts, "_GIVES_BACK_S", 0.0)
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    given = [plan.shard(x)]
+    assert process_facts.of_plan(plan, given)["memory"][0][2] == 3 << 30
+    assert given in waited
+
+
 def test_what_a_process_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(jax.devices(), ("d",))
     for flags, shards in (("", True), ("--xla_gpu_shard_autotuning=false --xla_dump_to=x", False)):
