@@ -310,12 +310,14 @@ class Graph:
 
     @cached_property
     def unsure(self) -> frozenset[int]:
-        """The ops that decide which way control flow goes, by floating-point values: the loop_test of a
-        while loop, the first cond_join of a cond. Unlike devices may round differently, and must not part ways."""
+        """The ops that decide which way control flow goes, by floating-point values, of this call or of one before: the
+        loop_test of a while loop, the first cond_join of a cond. Unlike devices may round differently, and must not
+        part ways."""
         inexact = {v.index for v in self.values if _jax.is_inexact(v.dtype)}
         grown = -1
         while grown != len(inexact):
             grown = len(inexact)
+            inexact.update(self.inputs[i] for i, o in self.carry if self.outputs[o] in inexact)
             for op in self.ops:
                 if op.index in self.ties and self.ties[op.index] in inexact:
                     inexact.update(op.results)
@@ -332,18 +334,22 @@ class Graph:
         """The ops that tell by floating-point values which elements are read or written: an `argmax` by which a table
         is indexed, a router's `top_k`. Unlike devices round differently, and where each has a part of the table they
         must not select differently. Found backwards from indices, sizes of groups, and integers that are compared, as
-        one-hot vectors are made. Not masks of floats, such as relu's: what they choose between meets where they
-        change."""
+        one-hot vectors are made; through carried values into the call before, which may have chosen a token. Not masks
+        of floats, such as relu's: what they choose between meets where they change."""
         exact = [not _jax.is_inexact(v.dtype) for v in self.values]
+        before = {self.inputs[i]: self.outputs[o] for i, o in self.carry}
         found: set[int] = set()
         seen: set[int] = set()
         indices = ((p, v) for op in self.ops if (at := _selects(op)) for p, v in op.value_operands if p in at)
-        waiting = [v for _, v in indices if exact[v]]
+        waiting: list[Operand] = [v for _, v in indices if exact[v]]
         while waiting:
             value = waiting.pop()
-            if value in seen or value not in self.producer:
+            if isinstance(value, Literal) or value in seen:
                 continue
             seen.add(value)
+            if value not in self.producer:
+                waiting += [before[value]] if value in before else []
+                continue
             op = self.ops[self.producer[value]]
             read = [v for _, v in op.value_operands] + ([self.ties[op.index]] if op.index in self.ties else [])
             waiting += (v for v in read if exact[v])

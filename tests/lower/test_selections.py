@@ -98,6 +98,27 @@ def test_what_does_not_select(name: str) -> None:
     assert not trace(OTHERS[name], given()).graph.selections
 
 
+def decode(token: Any, table: Any, scores: Any) -> Any:
+    """The row that the call before selected."""
+    return jnp.argmax(scores), table[token]
+
+
+def plateau(count: Any, x: Any) -> Any:
+    """The call before counted what floats tell."""
+    x = lax.cond(count > 0, jnp.sin, jnp.cos, x)
+    return jnp.where(x.sum() > 3, 0, count + 1), x
+
+
+def test_through_the_call_before() -> None:
+    token, count = np.int32(0), jnp.int32(0)
+    for carry, names in (None, {"argmax"}), ((), set[str]()):
+        graph = trace(decode, (token, *given()), carry=carry).graph
+        assert {graph.ops[op].name for op in graph.selections} == names
+    assert trace(plateau, (count, jnp.ones(4))).graph.unsure
+    assert not trace(plateau, (count, jnp.ones(4)), carry=()).graph.unsure
+    assert not trace(lambda n, x: (n + 1, plateau(n, x)[1]), (count, jnp.ones(4))).graph.unsure
+
+
 def rounded_apart(x: jax.Array) -> jax.Array:
     """A replicated array of which the last device has another highest element."""
     pieces = [np.asarray(s.data) for s in x.addressable_shards]
@@ -121,6 +142,16 @@ def test_unlike_devices_select_the_same(name: str, form: Any) -> None:
     other = fn(args[0], args[1][::-1])
     assert any(np.array_equal(got, want) for want in (fn(*args), other)), got
     assert plan.check(*args).ok
+
+
+def test_what_the_call_before_selected_is_the_same() -> None:
+    args = np.int32(0), *given()
+    fixed = {"[0]": "R", "[1]": "S(0)", "[2]": "R"}
+    plan = hapsynth.synthesize(decode, args, first_devices(4), cluster=thin_cluster(SPEEDS["3:1"]), fixed=fixed)
+    token, table, scores = plan.shard(*args)
+    token, _ = plan(token, table, rounded_apart(scores))
+    got = np.asarray(plan.unshard(plan(token, table, scores)[1]))
+    assert any(np.array_equal(got, args[1][at]) for at in (0, ROWS - 1)), got
 
 
 def test_like_devices_select_each_for_itself() -> None:
