@@ -174,6 +174,17 @@ class Rematerialized:
     ops: tuple[int, ...]
 
 
+_NOT_UNIQUE = frozenset({"eig", "eigh", "hessenberg", "lu", "qr", "schur", "svd", "tridiagonal"})
+"""Factorizations whose signs, order or bases are the kernel's choice, near a tie or where the rank is not full: parts
+of two devices' results don't belong together."""
+
+
+def _chooses(op: Op) -> bool:
+    """Whether an op's floats too are what floats selected: unlike devices' may differ by their own size."""
+    by_keys = op.name == "sort" and any(map(_jax.is_inexact, op.dtypes[: op.params["num_keys"]]))
+    return op.name in _NOT_UNIQUE or (by_keys and op.params["num_keys"] < len(op.operands))
+
+
 def _selects(op: Op) -> list[int]:
     """The positions of the operands that tell which elements an op reads or writes; of integers that are compared,
     all."""
@@ -334,11 +345,12 @@ class Graph:
         """The ops that tell by floating-point values which elements are read or written: an `argmax` by which a table
         is indexed, a router's `top_k`. Unlike devices round differently, and where each has a part of the table they
         must not select differently. Found backwards from indices, sizes of groups, and integers that are compared, as
-        one-hot vectors are made; through carried values into the call before, which may have chosen a token. Not masks
-        of floats, such as relu's: what they choose between meets where they change."""
+        one-hot vectors are made; through carried values into the call before, which may have chosen a token. With them
+        all sorts by floats that move others along, and factorizations that are not unique. Not masks of floats, such as
+        relu's: what they choose between meets where they change."""
         exact = [not _jax.is_inexact(v.dtype) for v in self.values]
         before = {self.inputs[i]: self.outputs[o] for i, o in self.carry}
-        found: set[int] = set()
+        found = {op.index for op in self.ops if _chooses(op)}
         seen: set[int] = set()
         indices = ((p, v) for op in self.ops if (at := _selects(op)) for p, v in op.value_operands if p in at)
         waiting: list[Operand] = [v for _, v in indices if exact[v]]

@@ -62,6 +62,16 @@ def sliced(table: Any, scores: Any) -> Any:
     return lax.dynamic_slice(table, (jnp.argmax(scores), 0), (1, table.shape[1]))
 
 
+def sorted_along(table: Any, scores: Any) -> Any:
+    """The first column in the order of the scores."""
+    return lax.sort((scores, table[:, 0]), num_keys=1)[1] @ table
+
+
+def basis(table: Any, scores: Any) -> Any:
+    """Rows of one device's basis are none of another's."""
+    return jnp.linalg.eigh(jnp.diag(scores), symmetrize_input=False)[1].T @ table
+
+
 SELECTING: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "argmax": (argmax, {"argmax"}),
     "top_k": (top_k, {"top_k"}),
@@ -71,9 +81,12 @@ SELECTING: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "rounded": (rounded, {"convert_element_type"}),
     "in a loop": (in_a_loop, {"argmax"}),
     "sliced": (sliced, {"argmax"}),
+    "sorted along": (sorted_along, {"sort"}),
+    "basis": (basis, {"eigh"}),
 }
 OTHERS: dict[str, Callable[..., Any]] = {
     "relu": lambda table, scores: jax.nn.relu(table) @ jnp.outer(scores, scores),
+    "sorted": lambda table, scores: jnp.sort(scores) @ table,
     "given indices": lambda table, scores: table[jnp.arange(3) % 2] * scores,
     "quantized": lambda table, scores: (table * 127).astype(jnp.int8).astype(float) @ jnp.outer(scores, scores),
     "finite": lambda table, scores: jnp.where(jnp.isfinite(table).sum() > 3, table, 0.0) * scores,
