@@ -190,6 +190,15 @@ def test_a_constraint_that_needs_the_mesh_of_the_caller() -> None:
         planned(X, fn=fn)
 
 
+def test_a_step_for_an_axis_that_nothing_names() -> None:
+    mean = lambda x: jax.lax.pmean(x, "batch")
+    with pytest.raises(
+        TraceError, match=r"\(test_bad_input\.py:\d+\), as in a step for jax.pmap .*without its lax.pmean"
+    ):
+        planned(X, fn=mean)
+    assert planned(X, fn=jax.vmap(mean, axis_name="batch"))
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"train": True}])
 def test_static_arguments_are_to_be_given_beforehand(kwargs: dict[str, bool]) -> None:
     fn = jax.jit(lambda x, train: 2 * x if train else x, static_argnames="train")

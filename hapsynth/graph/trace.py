@@ -144,6 +144,15 @@ def trace(
                 raise TraceError(_changed_in_place(lost))
     except NEEDS_VALUE as error:
         raise TraceError(needs_value(error)) from error
+    except NameError as error:
+        if "axis name" not in str(error):
+            raise
+        raise TraceError(
+            f"the function uses an axis name that nothing around it gives ({_jax.raised_at(error)}), as in a step for "
+            "jax.pmap or jax.shard_map: give the step for one device and the whole batch, without its lax.pmean and "
+            "lax.psum (flax: BatchNorm(axis_name=None)), or name the axis by jax.vmap(..., axis_name=...); hapsynth "
+            f"distributes it itself ({str(error).partition('. ')[0]})"
+        ) from error
     except ValueError as error:
         if "static argument" not in str(error):
             raise
