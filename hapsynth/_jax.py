@@ -48,6 +48,8 @@ _CALLS: dict[str, tuple[str, ...]] = {
     "custom_jvp_call": ("call_jaxpr", "jaxpr"),
     "custom_vjp_call": ("call_jaxpr", "fun_jaxpr", "jaxpr"),
     "custom_vjp_call_jaxpr": ("fun_jaxpr", "call_jaxpr"),
+    "remat_opt": ("fwd_jaxpr",),
+    "linear_call": ("callee",),
 }
 _REMAT = ("checkpoint", "remat", "remat2")
 _LINEAR_SOLVE = "custom_linear_solve"

@@ -37,6 +37,21 @@ def test_calls_are_inlined():
     assert names(trace(lambda x: inner(x) + 1, (struct(4),))) == ["max", "sin", "add"]
 
 
+def test_calls_with_a_derivative_of_their_own_are_inlined():
+    twice = lambda _, x: 2 * x
+    both = lambda x: jax.custom_derivatives.linear_call(twice, twice, 3.0, x)
+    assert names(trace(both, (struct(4),))) == ["mul"]
+    assert names(trace(jax.vjp(both, jnp.ones(4))[1], (struct(4),))) == ["mul"]
+
+    @jax.custom_vjp
+    def sin(x):
+        return jnp.sin(x)
+
+    sin.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cos, g: (g * cos,), optimize_remat=True)
+    assert names(trace(lambda x: jax.vjp(sin, x)[0], (struct(4),))) == ["sin"]
+    assert sorted(names(trace(lambda x: jax.vjp(sin, x)[1](x), (struct(4),)))) == ["cos", "mul"]
+
+
 def test_dead_code_is_dropped_and_inputs_are_kept():
     def fn(x, unused):
         jnp.exp(x @ x)
