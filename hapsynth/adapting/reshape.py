@@ -98,7 +98,8 @@ def _traced(plan: Planned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tr
             raise ShapeError(f"argument {path} is carried state, and its successor has shape {result.shape}")
     # Declared counts of loops and branches hold on; a scan's trips are traced.
     regions = [r if r.kind == "scan" else replace(r, count=b.count) for r, b in zip(graph.regions, old.regions)]
-    return replace(traced, graph=replace(graph, carry=old.carry, kept=old.kept, regions=tuple(regions)))
+    kept = {name: getattr(old, name) for name in ("carry", "kept", "inexact_inputs", "selecting_outputs")}
+    return replace(traced, graph=replace(graph, **kept, regions=tuple(regions)))
 
 
 def _structure(op: Op) -> tuple[Any, ...]:

@@ -215,6 +215,10 @@ class Graph:
     """Pairs (position in inputs, position in outputs) whose layouts must agree."""
     kept: tuple[int, ...] = ()
     """Positions of inputs that lie on the devices from call to call, though no output succeeds them."""
+    inexact_inputs: tuple[int, ...] = ()
+    """Positions of inputs that other functions with the same state make of floats, whatever their own dtype."""
+    selecting_outputs: tuple[int, ...] = ()
+    """Positions of outputs by which other functions with the same state select elements."""
     regions: tuple[Region, ...] = (Region(0, "program", -1, 1.0),)
     ties: dict[int, int] = field(default_factory=dict)
     """Index of a loop_carry op -> the value that the next iteration finds as its carried one."""
@@ -320,11 +324,10 @@ class Graph:
         return chosen
 
     @cached_property
-    def unsure(self) -> frozenset[int]:
-        """The ops that decide which way control flow goes, by floating-point values, of this call or of one before: the
-        loop_test of a while loop, the first cond_join of a cond. Unlike devices may round differently, and must not
-        part ways."""
+    def inexact(self) -> frozenset[int]:
+        """The values that depend on floats, of this call or of one before."""
         inexact = {v.index for v in self.values if _jax.is_inexact(v.dtype)}
+        inexact.update(self.inputs[i] for i in self.inexact_inputs)
         grown = -1
         while grown != len(inexact):
             grown = len(inexact)
@@ -334,13 +337,20 @@ class Graph:
                     inexact.update(op.results)
                 if any(v in inexact for _, v in op.value_operands):
                     inexact.update(op.results)
+        return frozenset(inexact)
+
+    @cached_property
+    def unsure(self) -> frozenset[int]:
+        """The ops that decide which way control flow goes, by floating-point values, of this call or of one before: the
+        loop_test of a while loop, the first cond_join of a cond. Unlike devices may round differently, and must not
+        part ways."""
         sensitive: dict[int, int] = {}
         for op in self.ops:
-            if op.primitive in (LOOP_TEST, COND_JOIN) and op.operands[0] in inexact:
+            if op.primitive in (LOOP_TEST, COND_JOIN) and op.operands[0] in self.inexact:
                 sensitive.setdefault(op.region, op.index)
         return frozenset(sensitive.values())
 
-    @cached_property
+    @property
     def selections(self) -> frozenset[int]:
         """The ops that tell by floating-point values which elements are read or written: an `argmax` by which a table
         is indexed, a router's `top_k`. Unlike devices round differently, and where each has a part of the table they
@@ -348,12 +358,23 @@ class Graph:
         one-hot vectors are made; through carried values into the call before, which may have chosen a token. With them
         all sorts by floats that move others along, and factorizations that are not unique. Not masks of floats, such as
         relu's: what they choose between meets where they change."""
+        return self._selections[0]
+
+    @property
+    def selecting_inputs(self) -> tuple[int, ...]:
+        """Positions of inputs by which elements are selected, in this call or a later one."""
+        return tuple(i for i, v in enumerate(self.inputs) if v in self._selections[1])
+
+    @cached_property
+    def _selections(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The ops, and all integers by which elements are selected."""
         exact = [not _jax.is_inexact(v.dtype) for v in self.values]
         before = {self.inputs[i]: self.outputs[o] for i, o in self.carry}
         found = {op.index for op in self.ops if _chooses(op)}
         seen: set[int] = set()
         indices = ((p, v) for op in self.ops if (at := _selects(op)) for p, v in op.value_operands if p in at)
         waiting: list[Operand] = [v for _, v in indices if exact[v]]
+        waiting += (self.outputs[o] for o in self.selecting_outputs)
         while waiting:
             value = waiting.pop()
             if isinstance(value, Literal) or value in seen:
@@ -367,7 +388,7 @@ class Graph:
             waiting += (v for v in read if exact[v])
             if not all(exact[v] for v in read) and not isinstance(op.primitive, Boundary):
                 found.add(op.index)
-        return frozenset(found)
+        return frozenset(found), frozenset(seen)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -68,6 +68,7 @@ def function_to_dict(traced: Traced) -> dict[str, Any]:
         "ops": [op.name for op in graph.ops],
         "carry": [list(pair) for pair in graph.carry],
         "kept": list(graph.kept),
+        **({"inexact_inputs": list(graph.inexact_inputs)} if graph.inexact_inputs else {}),
         "runs": [r.count for r in graph.regions[1:]],
         **({} if graph.again is None else {"again": {"at": graph.again.at, "ops": list(graph.again.ops)}}),
     }
@@ -296,12 +297,12 @@ def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
     for i, o in carry:
         if not (0 <= i < len(graph.inputs) and 0 <= o < len(graph.outputs)):
             raise PlanError(f"the carry {[i, o]} names no input and output; {_AGAIN}")
-    persistent = tuple(_integer(i) for i in saved.get("kept", ()))
-    for i in persistent:
+    persistent, inexact = (tuple(_integer(i) for i in saved.get(what, ())) for what in ("kept", "inexact_inputs"))
+    for i in (*persistent, *inexact):
         if not 0 <= i < len(graph.inputs):
             raise PlanError(f"it keeps input {i}, and there are {len(graph.inputs)}; {_AGAIN}")
-    if (carry, persistent) != (graph.carry, graph.kept):
-        graph = dataclasses.replace(graph, carry=carry, kept=persistent)
+    if (carry, persistent, inexact) != (graph.carry, graph.kept, graph.inexact_inputs):
+        graph = dataclasses.replace(graph, carry=carry, kept=persistent, inexact_inputs=inexact)
     if graph.fingerprint != saved["fingerprint"]:
         raise PlanError(
             f"this plan is of another function: fingerprint {saved['fingerprint']}, and this one's is "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -79,7 +79,35 @@ def shared_state(functions: Mapping[str, Traced], said: Mapping[str, Mapping[str
         if name != lead:
             found = _said(name, traced, leaves, said[name]) if name in said else _found(name, lead, traced, leaves)
             roles[name] = _role(traced, *found)
-    return SharedState(leaves, {name: roles[name] for name in functions}, lead)
+    return SharedState(leaves, _agreeing({name: roles[name] for name in functions}), lead)
+
+
+def _agreeing(roles: Mapping[str, Role]) -> Mapping[str, Role]:
+    """The roles with graphs that know what of the state other functions make of floats, and by what they select."""
+    while True:
+        graphs = {name: role.traced.graph for name, role in roles.items()}
+        inexact = {
+            n
+            for name, r in roles.items()
+            for n, o in r.outputs.items()
+            if graphs[name].outputs[o] in graphs[name].inexact
+        }
+        selecting = {n for name, r in roles.items() for n, i in r.inputs.items() if i in graphs[name].selecting_inputs}
+        told = {name: _told(role, inexact, selecting) for name, role in roles.items()}
+        if all(told[name] is role for name, role in roles.items()):
+            return roles
+        roles = told
+
+
+def _told(role: Role, inexact: Collection[int], selecting: Collection[int]) -> Role:
+    """`inexact`, `selecting`: leaves that some function makes of floats, and by which one selects elements."""
+    graph = role.traced.graph
+    ins = tuple(i for leaf, i in role.inputs.items() if leaf in inexact and graph.inputs[i] not in graph.inexact)
+    outs = tuple(o for leaf, o in role.outputs.items() if leaf in selecting)
+    if not ins and outs == graph.selecting_outputs:
+        return role
+    graph = replace(graph, inexact_inputs=(*graph.inexact_inputs, *ins), selecting_outputs=outs)
+    return replace(role, traced=replace(role.traced, graph=graph))
 
 
 def _role(traced: Traced, inputs: Mapping[int, int], outputs: Mapping[int, int]) -> Role:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import Mesh
 from slow_devices import SPEEDS, first_devices, slow_cluster, thin_cluster
 
@@ -294,6 +295,28 @@ def test_plans_in_a_file(tmp_path: Path) -> None:
         hapsynth.load_plans(tmp_path / "plans.json", {"train": flat_train}, FLAT)
     with pytest.raises(hapsynth.PlanError, match="'train': this plan is of another function"):
         hapsynth.load_plans(tmp_path / "plans.json", {**FLAT_FUNCTIONS, "train": lambda w, m, x: (w, m)}, FLAT)
+
+
+def prefill(prompt: jax.Array) -> Any:
+    return {"cache": prompt, "token": jnp.argmax(prompt.sum(1))}
+
+
+def decode(state: Any, table: jax.Array) -> Any:
+    """It reads, and branches, by a token that only `prefill` chooses."""
+    row = lax.cond(state["token"] > 2, jnp.sin, jnp.cos, table[state["token"]])
+    return {**state, "cache": state["cache"] + row}, row
+
+
+def test_what_another_function_made_of_floats(tmp_path: Path) -> None:
+    functions, prompt = {"decode": decode, "prefill": prefill}, jnp.ones((8, 4))
+    args = {"decode": (jax.eval_shape(prefill, prompt), prompt), "prefill": (prompt,)}
+    plans = planned(functions, args)
+    graph = plans["prefill"].traced.graph
+    assert "argmax" in {graph.ops[op].name for op in graph.selections}
+    plans.save(tmp_path / "plans.json")
+    for each in (plans, hapsynth.load_plans(tmp_path / "plans.json", functions, args)):
+        assert each["decode"].traced.graph.unsure
+    assert not hapsynth.synthesize(decode, args["decode"], plans["decode"].cluster).traced.graph.unsure
 
 
 # ---- bad input
