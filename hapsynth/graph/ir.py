@@ -174,7 +174,7 @@ class Rematerialized:
     ops: tuple[int, ...]
 
 
-_NOT_UNIQUE = frozenset({"eig", "eigh", "hessenberg", "lu", "qr", "schur", "svd", "tridiagonal"})
+_NOT_UNIQUE = frozenset({"eig", "eigh", "geqp3", "geqrf", "hessenberg", "lu", "qr", "schur", "svd", "tridiagonal"})
 """Factorizations whose signs, order or bases are the kernel's choice, near a tie or where the rank is not full: parts
 of two devices' results don't belong together."""
 
