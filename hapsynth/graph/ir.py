@@ -15,6 +15,7 @@ from typing import Literal as OneOf
 import numpy as np
 
 from hapsynth import _jax
+from hapsynth.graph.without_arguments import is_same_everywhere
 
 
 @dataclass(frozen=True)
@@ -386,7 +387,8 @@ class Graph:
             op = self.ops[self.producer[value]]
             read = [v for _, v in op.value_operands] + ([self.ties[op.index]] if op.index in self.ties else [])
             waiting += (v for v in read if exact[v])
-            if not all(exact[v] for v in read) and not isinstance(op.primitive, Boundary):
+            told = not all(exact[v] for v in read) and not isinstance(op.primitive, Boundary)
+            if told and not is_same_everywhere(self, op):
                 found.add(op.index)
         return frozenset(found), frozenset(seen)
 

@@ -72,6 +72,11 @@ def basis(table: Any, scores: Any) -> Any:
     return jnp.linalg.eigh(jnp.diag(scores), symmetrize_input=False)[1].T @ table
 
 
+def thirds(table: Any, _: Any) -> Any:
+    """Every third is a whole number, or less by a rounding."""
+    return table[jnp.floor(jnp.arange(ROWS) / 3).astype(int)]
+
+
 SELECTING: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "argmax": (argmax, {"argmax"}),
     "top_k": (top_k, {"top_k"}),
@@ -83,11 +88,13 @@ SELECTING: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "sliced": (sliced, {"argmax"}),
     "sorted along": (sorted_along, {"sort"}),
     "basis": (basis, {"eigh"}),
+    "thirds": (thirds, {"convert_element_type"}),
 }
 OTHERS: dict[str, Callable[..., Any]] = {
     "relu": lambda table, scores: jax.nn.relu(table) @ jnp.outer(scores, scores),
     "sorted": lambda table, scores: jnp.sort(scores) @ table,
     "given indices": lambda table, scores: table[jnp.arange(3) % 2] * scores,
+    "upsampled": lambda table, scores: jax.image.resize(table, (ROWS * 3, 24), "nearest").sum(0)[:8] * scores,
     "quantized": lambda table, scores: (table * 127).astype(jnp.int8).astype(float) @ jnp.outer(scores, scores),
     "finite": lambda table, scores: jnp.where(jnp.isfinite(table).sum() > 3, table, 0.0) * scores,
     "dropout": lambda table, scores: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, table.shape), table, 0.0),
