@@ -33,7 +33,7 @@ def is_same_everywhere(graph: Graph, op: Op) -> bool:
     """Whether an op makes integers of floats that are the same on all devices, however these round."""
     if op.name != "convert_element_type" or not jnp.issubdtype(op.result_dtypes[0], jnp.integer):
         return False
-    bounds = _bounds(graph, op.operands[0])
+    bounds = _bounds(graph, op.operands[0], {})
     if bounds is None:
         return False
     low, high = map(np.trunc, bounds)
@@ -41,16 +41,23 @@ def is_same_everywhere(graph: Graph, op: Op) -> bool:
     return bool(np.all((low == high) & (low >= limits.min) & (high < limits.max)))
 
 
-def _bounds(graph: Graph, operand: Operand) -> Bounds | None:
-    """None where an argument or a constant array is behind it, or an op that is not known here."""
+def _bounds(graph: Graph, operand: Operand, known: dict[int, Bounds | None]) -> Bounds | None:
+    """None where an argument or a constant array is behind it, or an op that is not known here. `known`: of the values
+    that were looked at, as each may be read again and again."""
     if not isinstance(operand, int):
         is_real = jnp.issubdtype(operand.dtype, jnp.floating) or jnp.issubdtype(operand.dtype, jnp.integer)
         return (np.float64(operand.value),) * 2 if is_real else None
+    if operand not in known:
+        known[operand] = _of_value(graph, operand, known)
+    return known[operand]
+
+
+def _of_value(graph: Graph, operand: int, known: dict[int, Bounds | None]) -> Bounds | None:
     value = graph.values[operand]
     if operand not in graph.producer or value.size > _LARGEST:
         return None
     op = graph.ops[graph.producer[operand]]
-    given = [b for b in (_bounds(graph, o) for o in op.operands) if b is not None]
+    given = [b for b in (_bounds(graph, o, known) for o in op.operands) if b is not None]
     if len(given) < len(op.operands):
         return None
     if op.name == "iota":
