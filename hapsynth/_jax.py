@@ -403,7 +403,7 @@ def memory_first(platform: str, options: Mapping[str, str] = _SCHEDULER) -> dict
     the first is used. Other backends order by memory themselves. Empty there, where XLA_FLAGS say what order the user
     wants, and where XLA has no such `options`.
     """
-    if platform != "cpu" or any(name in _xla_flags() for name in _ASKED):
+    if platform != "cpu" or any(name in xla_flags() for name in _ASKED):
         return {}
     return dict(options) if _accepts(tuple(options.items())) else {}
 
@@ -420,7 +420,7 @@ def _accepts(options: tuple[tuple[str, str], ...]) -> bool:
     return True
 
 
-def _xla_flags() -> str:
+def xla_flags() -> str:
     """What XLA_FLAGS say, or the file that they name."""
     flags = os.environ.get("XLA_FLAGS", "").strip()
     if not flags or flags.startswith("-"):
@@ -429,6 +429,17 @@ def _xla_flags() -> str:
         return Path(flags).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+AUTOTUNING = "xla_gpu_shard_autotuning"
+UNSHARED: Mapping[str, bool] = MappingProxyType({AUTOTUNING: False})
+"""Of XLA, for programs of several processes on GPUs: each tunes its kernels itself. Processes that share that out wait
+for one another's results, which those with another program or another kind of GPU never give."""
+
+
+def is_gpu(platform: str) -> bool:
+    """Whether XLA's compiler for GPUs makes the programs of a platform."""
+    return platform in ("gpu", "cuda", "rocm")
 
 
 def runs_beside() -> bool:

@@ -18,6 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
+from hapsynth import _jax
 from hapsynth.jobs.supervisor import Reaper, Supervisor
 from hapsynth.rendezvous.address import COORDINATOR, RENDEZVOUS, JobError, free_ports, parse_address
 from hapsynth.rendezvous.server import named
@@ -68,7 +69,8 @@ class Launch:
         if not self.coordinator:
             coordinator, rendezvous = free_ports(2)
             meet = {COORDINATOR: f"localhost:{coordinator}", RENDEZVOUS: f"localhost:{rendezvous}"}
-        shares = _gpu_shares(self.here)
+        gpus = _gpus()
+        shares = _gpu_shares(gpus, self.here)
         return [
             {
                 **meet,
@@ -79,6 +81,7 @@ class Launch:
                 "OMPI_COMM_WORLD_LOCAL_RANK": str(i),
                 "PYTHONUNBUFFERED": "1",
                 **({"JAX_LOCAL_DEVICE_IDS": shares[i]} if shares else {}),
+                **(_xla_flags() if gpus else {}),
             }
             for i in range(self.here)
         ]
@@ -379,20 +382,32 @@ def _listed_gpus(visible: str) -> int:
     return len(list(takewhile(is_device, visible.split(","))))
 
 
-def _gpu_shares(processes: int) -> list[str]:
-    """Which of the NVIDIA GPUs here each process takes; nothing where there are none, where JAX is told to use none,
-    or where the user says it.
+def _gpus() -> int:
+    """How many NVIDIA GPUs there are here; none where JAX is told to use none."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu", "rocm"} & {name.strip() for name in platforms.split(",")}:
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    nodes = [f for f in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)]
+    return len(nodes) if visible is None else _listed_gpus(visible)
+
+
+def _xla_flags() -> dict[str, str]:
+    """XLA_FLAGS by which programs of the user's own compile among GPUs of several kinds, too (`_jax.UNSHARED`); those
+    of a file, and what the user says of it, stay."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if _jax.AUTOTUNING in flags or (flags and not flags.startswith("-")):
+        return {}
+    return {"XLA_FLAGS": f"{flags} --{_jax.AUTOTUNING}=false".strip()}
+
+
+def _gpu_shares(gpus: int, processes: int) -> list[str]:
+    """Which of the GPUs here each process takes; nothing where there are none or where the user says it.
 
     JAX would give one to each process of a job like Open MPI's, also where there are more.
     """
     if os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         return []
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    if platforms and not {"cuda", "gpu", "rocm"} & {name.strip() for name in platforms.split(",")}:
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    nodes = [f for f in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)]
-    gpus = len(nodes) if visible is None else _listed_gpus(visible)
     if gpus % processes:
         raise JobError(
             f"{gpus} GPUs can't be shared evenly by {processes} processes: choose some with CUDA_VISIBLE_DEVICES, or "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -40,7 +39,6 @@ _CACHE = (
     "jax_persistent_cache_enable_xla_caches",
 )
 _DRIVER = Path("/proc/driver/nvidia/version")
-_AUTOTUNING = "--xla_gpu_shard_autotuning"
 _MOST_TYPES = 64
 _GIVES_BACK_S, _RISES = 0.05, 1 << 20
 """Between two looks at the memory that is free, and the bytes of which there must be more meanwhile to look again."""
@@ -105,7 +103,7 @@ def software(process: str, host: str, mesh: Mesh) -> Facts:
     """Versions, devices and settings of this process, for a job over `mesh`."""
     # JAX names a folder of its cache only where the user did; folders may differ between machines.
     cache = {name: getattr(jax.config, name, None) for name in _CACHE}
-    flags = re.findall(rf"{_AUTOTUNING}(?:=(\w+))?(?=\s|$)", os.environ.get("XLA_FLAGS", ""))
+    flags = re.findall(rf"--{_jax.AUTOTUNING}(?:=(\w+))?(?=\s|$)", _jax.xla_flags())
     return {
         **gpu_software(mesh.devices.flat[0].platform),
         "process": process,
@@ -213,9 +211,23 @@ _VERSIONS = {"hapsynth": "hapsynth", "jax": "jax", "jaxlib": "jaxlib", "cuda": "
 
 
 def notices(facts: Sequence[Facts]) -> list[str]:
-    """What may differ in a job and is worth knowing: drivers are made to work with older software, not with newer."""
+    """What may differ in a job and is worth knowing: drivers, which are made to work with older software and not with
+    newer, and kinds of GPUs."""
     way_out = "where collectives fail or hang, update the older one first"
-    return _alike(facts, "driver", "NVIDIA's driver {}", way_out)
+    return _alike(facts, "driver", "NVIDIA's driver {}", way_out) + _of_autotuning(facts)
+
+
+def _of_autotuning(facts: Sequence[Facts]) -> list[str]:
+    """hapsynth's own programs never share it out; the user's may."""
+    shards = [f["process"] for f in facts if f.get("shards_autotuning")]
+    kinds = {kind for f in facts for kind in f.get("kinds", ())}
+    if len(kinds) < 2 or not shards or not any(_jax.is_gpu(f["platform"]) for f in facts):
+        return []
+    return [
+        f"the GPUs are of several kinds ({', '.join(sorted(kinds))}), and {_several(shards)} would share out the "
+        "autotuning of kernels among them in programs that are not hapsynth's: where your script has a jax.jit over "
+        f"several processes, add --{_jax.AUTOTUNING}=false to XLA_FLAGS (plans have it by themselves)"
+    ]
 
 
 def problems(facts: Sequence[Facts]) -> list[str]:
@@ -380,13 +392,6 @@ def _of_kinds(facts: Sequence[Facts]) -> list[str]:
                 f"{f['process']} holds devices of several kinds ({', '.join(f['kinds'])}): start one process for each "
                 "kind, and give each its own with CUDA_VISIBLE_DEVICES or JAX_LOCAL_DEVICE_IDS"
             )
-    shards = [f["process"] for f in facts if f.get("shards_autotuning")]
-    kinds = {kind for f in facts for kind in f.get("kinds", ())}
-    if len(kinds) > 1 and shards and any(f["platform"] not in ("cpu", "tpu") for f in facts):
-        found.append(
-            f"the GPUs are of several kinds ({', '.join(sorted(kinds))}), and {_several(shards)} would share out the "
-            f"autotuning of kernels among them: add {_AUTOTUNING}=false to XLA_FLAGS"
-        )
     return found
 
 

@@ -10,8 +10,7 @@ collectives on a V100 than on an H100, and unlike cards would wait for each othe
   besides that the result before it gives, always zero, which XLA does not know: a scanned GPT had two pairs of
   collectives the other way round on an A100 than on an H100.
 - Options (`OPTIONS`): collectives run beside what does not need them on all cards; small sums are taken by NCCL
-  everywhere, not by a kernel of XLA's own where the card is new; processes do not share out autotuning, in which those
-  with another program would wait for one another.
+  everywhere, not by a kernel of XLA's own where the card is new; processes do not share out autotuning (`UNSHARED`).
 
 Found by compiling for P4, V100, A100 and H100 with JAX 0.10.2 and 0.12; `hapsynth compile` tells whether it holds.
 
@@ -35,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hapsynth._jax import gpus_schedule_around_barriers, is_extended
+from hapsynth._jax import UNSHARED, gpus_schedule_around_barriers, is_extended, is_gpu
 from hapsynth.hlo.text import HloError
 from hapsynth.lower._collective_order import Each, Order, as_it_is
 
@@ -43,7 +42,7 @@ OPTIONS: Mapping[str, bool] = MappingProxyType(
     {
         "xla_gpu_enable_latency_hiding_scheduler": True,
         "xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False,
-        "xla_gpu_shard_autotuning": False,
+        **UNSHARED,
     }
 )
 """Of XLA, for programs with collectives on GPUs."""
@@ -69,7 +68,7 @@ def compile_with(lowered: Any, latencies: Latencies | None, options: Mapping[str
 
 def is_pinned(platform: str) -> bool:
     """Whether collectives between devices of a platform are pinned: on GPUs, of which there may be several kinds."""
-    return platform in ("gpu", "cuda", "rocm")
+    return is_gpu(platform)
 
 
 def options_of(platform: str) -> dict[str, bool]:

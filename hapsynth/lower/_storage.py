@@ -21,6 +21,7 @@ from hapsynth import _jax
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.sizes import Sizes, layout_nodes
+from hapsynth.lower._pinned import options_of
 
 
 def own_mesh(mesh: Mesh, axes: Sequence[tuple[str, int]]) -> Mesh:
@@ -52,7 +53,9 @@ def host_array(x: Any) -> Any:
             sharding = x.sharding
             assert isinstance(sharding, NamedSharding)
             with _jax.no_mesh():
-                x = jax.jit(lambda y: y, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(x)
+                whole = NamedSharding(sharding.mesh, PartitionSpec())
+                options = options_of(next(iter(x.devices())).platform)
+                x = jax.jit(lambda y: y, out_shardings=whole, compiler_options=options)(x)
     return np.asarray(x)
 
 

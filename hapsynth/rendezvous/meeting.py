@@ -313,9 +313,10 @@ def from_each(own: np.ndarray) -> np.ndarray:
     first = {d.process_index: d for d in reversed(jax.devices())}
     mesh = Mesh([first[rank] for rank in sorted(first)], ("processes",))
     rows = NamedSharding(mesh, PartitionSpec("processes"))
-    put = jax.device_put(own[None], first[jax.process_index()])
-    sent = jax.make_array_from_single_device_arrays((mesh.size, *own.shape), rows, [put])
-    every = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(sent)
+    here = first[jax.process_index()]
+    sent = jax.make_array_from_single_device_arrays((mesh.size, *own.shape), rows, [jax.device_put(own[None], here)])
+    options = dict(_jax.UNSHARED) if _jax.is_gpu(here.platform) else {}
+    every = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()), compiler_options=options)(sent)
     return np.asarray(every.addressable_data(0))
 
 

@@ -76,8 +76,7 @@ def test_processes_that_fit_together() -> None:
     assert not problems([FACTS, OTHER])
     rounded = {**FACTS["values"], "[0]['w']": ["(1.0001+0j)", "(2+0j)"]}
     assert not problems([FACTS, {**OTHER, "values": rounded}])
-    unlike = [{**FACTS, "shards_autotuning": False}, {**OTHER, "kinds": ["H"], "shards_autotuning": False}]
-    assert not problems(unlike)
+    assert not problems([FACTS, {**OTHER, "kinds": ["H"]}])
     on_cpu = [{**FACTS, "platform": "cpu", "kinds": ["x86"]}, {**OTHER, "platform": "cpu", "kinds": ["arm"]}]
     assert not problems(on_cpu)
 
@@ -116,7 +115,6 @@ def test_processes_that_fit_together() -> None:
         ({"lowered": "h"}, "p1 has collectives h in the lowered program"),
         ({"links": {"rank": 1, "never": [0]}}, "p0 and p1 do not reach each other, and both reach the rendezvous"),
         ({"kinds": ["G", "H"]}, "p1 holds devices of several kinds (G, H): start one process for each kind"),
-        ({"kinds": ["H"]}, "several kinds (G, H), and p0, p1 would share out the autotuning"),
         ({"memory": [["G:1", 3 << 30, 1 << 30]]}, "p1: the plan needs 3.0 GiB more on G:1, where 1.0 GiB are free"),
     ],
 )
@@ -141,6 +139,13 @@ def test_unlike_software_of_gpus_is_refused(key: str, one: str, other: str, says
     assert says in problems([FACTS | {key: one}, OTHER | {key: other}])[0]
     # What is not known differs from nothing.
     assert problems([FACTS | {key: one}, OTHER]) == []
+
+
+def test_what_programs_of_others_would_share_out_is_said() -> None:
+    unlike = {**OTHER, "kinds": ["H"]}
+    assert "several kinds (G, H), and p0, p1 would share out the autotuning" in notices([FACTS, unlike])[0]
+    assert notices([{**f, "shards_autotuning": False} for f in (FACTS, unlike)]) == []
+    assert notices([{**f, "platform": "cpu"} for f in (FACTS, unlike)]) == []
 
 
 def test_unlike_drivers_are_said() -> None:
@@ -282,9 +287,14 @@ def test_what_a_program_that_has_just_ended_held_is_free(monkeypatch: pytest.Mon
     assert given in waited
 
 
-def test_what_a_process_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = Mesh(jax.devices(), ("d",))
-    for flags, shards in (("", True), ("--xla_gpu_shard_autotuning=false --xla_dump_to=x", False)):
+    (tmp_path / "flags").write_text("--xla_gpu_shard_autotuning=false\n--xla_dump_to=x\n")
+    for flags, shards in (
+        ("", True),
+        ("--xla_gpu_shard_autotuning=false --xla_dump_to=x", False),
+        (f"{tmp_path}/flags", False),
+    ):
         monkeypatch.setenv("XLA_FLAGS", flags)
         said = software("p", "h", mesh)
         assert said["shards_autotuning"] == shards
@@ -346,11 +356,16 @@ def test_the_environment_of_each_process(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "HAPSYNTH_RENDEZVOUS" not in third
     assert (third["OMPI_COMM_WORLD_RANK"], third["OMPI_COMM_WORLD_SIZE"]) == ("2", "3")
     assert third["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3"
+    off = "--xla_gpu_shard_autotuning=false"
+    others = "--xla_dump_to=x"
+    for flags, given in (("", off), (others, f"{others} {off}"), (f"{off[:-5]}true", None), ("a_file", None)):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        assert [e.get("XLA_FLAGS") for e in Launch(here=2).environments()] == [given, given]
     with pytest.raises(JobError, match="4 GPUs can't be shared evenly by 3 processes"):
         Launch(here=3).environments()
     # CPUs are nothing to share out.
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert not any("JAX_LOCAL_DEVICE_IDS" in e for e in Launch(here=3).environments())
+    assert not any({"JAX_LOCAL_DEVICE_IDS", "XLA_FLAGS"} & {*e} for e in Launch(here=3).environments())
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     assert [e["JAX_LOCAL_DEVICE_IDS"] for e in Launch(here=2).environments()] == ["0,1", "2,3"]
 
