@@ -39,7 +39,6 @@ from hapsynth.running.form import (
     check_form,
     chosen_form,
     held_bytes,
-    is_even,
     no_overlap,
     not_fused,
     only_exact,
@@ -360,7 +359,7 @@ class Planned(ABC):
         """Why collectives can't run beside computing here; empty where they can."""
         if self.mesh is None:
             return "the plan was made without its devices"
-        return no_overlap(self.form, self.mesh, even=is_even(self.sizes))
+        return no_overlap(self.form, self.mesh, self.sizes)
 
     @property
     def donate(self) -> bool:

@@ -44,12 +44,19 @@ def holds_exact(form: Form) -> bool:
 
 def not_fused(sizes: Sizes, mesh: Mesh) -> str:
     """Why a plan can't run in fused form on a mesh, and the way out; empty where it can."""
+    why = _unlike(sizes, mesh)
+    return f"{why}, or give form='switch', or 'staged'" if why else ""
+
+
+def _unlike(sizes: Sizes, mesh: Mesh) -> str:
+    """As `not_fused`, for one that does not ask for the form. Devices of one kind may have unlike shares, too: by
+    rounding, or as their hosts' links do."""
     process = unlike_in_process(sizes, mesh)
     if process is None:
         return ""
     return (
         f"process {process} holds devices of unlike shares, which have no program in common: start a process for each "
-        "kind of device (hapsynth launch), or give form='switch', or 'staged'"
+        "device (hapsynth launch)"
     )
 
 
@@ -69,13 +76,14 @@ def chosen_form(
     """The form that "auto" chooses, and why. `only_exact`: as the function says. `overlap_speedup`: where collectives
     are to run beside computing, how many times as long the step would take without, as predicted."""
     uneven = not is_even(result.sizes)
+    unlike = _unlike(result.sizes, mesh) if uneven and mesh is not None and mesh.is_multi_process else ""
     if overlap_speedup is not None and not no_overlap("staged", mesh):
         speedup = overlap_speedup()
         if speedup >= _LEAST_SPEEDUP_OF_STAGES:
             return "staged", f"overlap makes a step {speedup:.2f} times as fast, and stages keep to the plan's order"
         if _jax.cpu_threads() == 1:
             return "staged", "XLA has one thread in this process, and nothing that one program sends is hidden"
-    if uneven and mesh is not None and mesh.is_multi_process and not not_fused(result.sizes, mesh):
+    if uneven and mesh is not None and mesh.is_multi_process and not unlike:
         return "fused", "shards are uneven among processes: each compiles a program of its own exact sizes"
     if only_exact:
         return "staged", only_exact
@@ -86,8 +94,8 @@ def chosen_form(
     if not mesh.is_multi_process:
         return "switch", "one process holds all devices"
     if _sends_in_loops(graph, result):
-        return "switch", "a loop communicates in every trip, and each would be started from the host"
-    return "staged", "shards are uneven among several processes: each stores and computes its own at exact size"
+        return "switch", f"a loop communicates in every trip, and each would be started from the host; {unlike}"
+    return "staged", f"shards are uneven, and each process stores and computes its own at exact size; {unlike}"
 
 
 def least_speedup(form: Form, mesh: Mesh | None) -> float:
@@ -97,19 +105,20 @@ def least_speedup(form: Form, mesh: Mesh | None) -> float:
     return _LEAST_SPEEDUP_OF_STAGES if stages else 1.0
 
 
-def no_overlap(form: Form, mesh: Mesh | None, *, even: bool = False) -> str:
+def no_overlap(form: Form, mesh: Mesh | None, sizes: Sizes | None = None) -> str:
     """Why collectives of a plan can't run beside its computing, and the way out; empty where they can, or where that is
-    not known yet: without a mesh, or in the form "auto". `even`: all its shards are alike."""
+    not known yet: without a mesh, or in the form "auto". `sizes`: of its shards, where they are known."""
     if mesh is not None and not mesh.is_multi_process:
         why = "one process holds all devices, where collectives are copies in memory"
         return f"{why}: start a process for each (hapsynth launch)"
-    if form == "switch" and not even:
-        return "the plan runs as one program with its computing in conditionals, which run alone: give form='fused'"
+    way_out = lambda: (mesh is not None and sizes is not None and _unlike(sizes, mesh)) or "give form='fused'"
+    if form == "switch" and (sizes is None or not is_even(sizes)):
+        return f"the plan runs as one program with its computing in conditionals, which run alone: {way_out()}"
     platform = None if mesh is None else mesh.devices.flat[0].platform
     if platform is None or (is_pinned(platform) and form != "staged"):
         return ""
     if is_pinned(platform):
-        return f"on {platform} XLA overlaps collectives within one program alone: give form='fused'"
+        return f"on {platform} XLA overlaps collectives within one program alone: {way_out()}"
     if platform != "cpu":
         why = f"collectives run beside computing on CPUs and GPUs, and these devices are {platform}"
         return f"{why}: leave overlap out, so that plans are compared as they run"

@@ -74,7 +74,9 @@ def test_one_process_of_alike_shares() -> None:
 def test_unlike_shares_in_one_process_are_refused() -> None:
     plan = planned(Case(CASES["branches"].fn), first_devices(2), "auto")
     assert plan.form == "switch"
-    with pytest.raises(ValueError, match=r"process 0 holds devices of unlike shares.*give form='switch'"):
+    with pytest.raises(
+        ValueError, match=r"process 0 holds devices of unlike shares.*for each device .*give form='switch'"
+    ):
         Plan(plan.traced, plan.result, plan.cluster, plan.mesh, plan.fn, form="fused")
 
 

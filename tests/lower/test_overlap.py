@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 import weakref
@@ -180,31 +181,42 @@ def test_a_plan_made_without_overlap_says_what_it_holds_with(exact: bool, monkey
     assert (without.program, without.memory) == (plan.program, plan.memory)
 
 
+EVEN, UNEVEN, UNLIKE = (1, 1, 1), (1, 1, 2), (1, 2, 2)
+
+
 @pytest.mark.parametrize(
-    ("platform", "form", "even", "why"),
+    ("platform", "form", "shares", "why"),
     [
-        ("cuda", "auto", False, ""),
-        ("cuda", "fused", False, ""),
-        ("cuda", "switch", True, ""),
-        ("cuda", "switch", False, "computing in conditionals, which run alone: give form='fused'"),
-        ("cuda", "staged", True, "within one program alone: give form='fused'"),
-        ("tpu", "auto", False, "on CPUs and GPUs, and these devices are tpu"),
-        ("cpu", "auto", False, ""),
-        ("cpu", "fused", False, ""),
-        ("cpu", "staged", False, ""),
-        ("cpu", "switch", True, ""),
-        ("cpu", "switch", False, "computing in conditionals, which run alone: give form='fused'"),
+        ("cuda", "auto", UNEVEN, ""),
+        ("cuda", "fused", UNEVEN, ""),
+        ("cuda", "switch", EVEN, ""),
+        ("cuda", "switch", UNEVEN, "computing in conditionals, which run alone: give form='fused'"),
+        (
+            "cuda",
+            "switch",
+            UNLIKE,
+            "run alone: process 0 holds devices of unlike shares.* start a process for each device",
+        ),
+        ("cuda", "staged", EVEN, "within one program alone: give form='fused'"),
+        ("cuda", "staged", UNLIKE, "alone: process 0 holds devices of unlike shares.* start a process for each device"),
+        ("tpu", "auto", UNEVEN, "on CPUs and GPUs, and these devices are tpu"),
+        ("cpu", "auto", UNEVEN, ""),
+        ("cpu", "fused", UNEVEN, ""),
+        ("cpu", "staged", UNEVEN, ""),
+        ("cpu", "switch", EVEN, ""),
+        ("cpu", "switch", UNEVEN, "computing in conditionals, which run alone: give form='fused'"),
     ],
 )
 def test_in_which_form_collectives_run_beside_computing(
-    platform: str, form: Form, even: bool, why: str, monkeypatch: pytest.MonkeyPatch
+    platform: str, form: Form, shares: tuple[int, ...], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a mesh of several processes."""
     monkeypatch.setenv("NPROC", "2")
-    devices = np.array([SimpleNamespace(platform=platform)], dtype=object)
+    devices = np.array([SimpleNamespace(platform=platform, process_index=p) for p in (0, 0, 1)], dtype=object)
     mesh = cast("Mesh", SimpleNamespace(devices=devices, is_multi_process=True))
-    found = no_overlap(form, mesh, even=even)
-    assert why in found if why else not found
+    classes = SimpleNamespace(all=[SimpleNamespace(axes=(0,))], lengths=(3,))
+    found = no_overlap(form, mesh, cast("Sizes", SimpleNamespace(classes=classes, shares=[shares])))
+    assert re.search(why, found) if why else not found
 
 
 @pytest.mark.parametrize(
