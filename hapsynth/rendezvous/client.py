@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import jax
+
 from hapsynth.rendezvous.address import COORDINATOR, TOKEN, Address, JobError, Timeouts, parse_address
 from hapsynth.rendezvous.coordinator import bear_silence
 from hapsynth.rendezvous.peers import CONNECT_S, Peers, loopback
@@ -265,8 +267,9 @@ class Client:
                 calls, since, self._unreached, self._never = self.calls.total(), time.monotonic(), [], []
             elif time.monotonic() - since > min(_STANDS_S, self.timeouts.silence / 4):
                 self._unreached, never = self._peers.unreached()
-                # Whom it never reached it may not need, until it is in a call.
-                self._never = never if calls else []
+                # Whom it never reached it may not need, until it is in a call; accelerators may have a network of
+                # their own.
+                self._never = never if calls and jax.default_backend() == "cpu" else []
 
     def _end(self, reason: str, *, even_left: bool = False) -> None:
         with self._changed:

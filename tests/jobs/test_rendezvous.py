@@ -14,9 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from thoroughness import THOROUGH
 
+from hapsynth.rendezvous import client as client_module
 from hapsynth.rendezvous.address import JobError, Timeouts, find_address, free_ports
 from hapsynth.rendezvous.client import Client
 from hapsynth.rendezvous.peers import Peers
@@ -389,6 +391,22 @@ def test_two_that_do_not_reach_each_other(job: Job, before: bool) -> None:
             assert not job.told.wait_for(lambda: job.reasons, timeouts.silence)
         clients[1].calls[0, 1, 2] = clients[2].calls[0, 1, 2] = 1
     assert re.search(r"process [12] on .* has not reached process [12] on .* for \d s, and both reach", job.reason(0))
+
+
+@pytest.mark.parametrize(("platform", "told"), [("cpu", [1]), ("gpu", [])])
+def test_whom_accelerators_never_reach_they_may_not_need(
+    job: Job, monkeypatch: pytest.MonkeyPatch, platform: str, told: list[int]
+) -> None:
+    """NCCL may have a network of its own."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(client_module, "_STANDS_S", 0.0)
+    client = job.join(job.serve(), 0)
+    client.calls[0, 1] = 1
+    asked = threading.Semaphore(0)
+    monkeypatch.setattr(client._peers, "unreached", lambda: asked.release() or ([], [1]))
+    # Before the call began, since then, and again: what the second round found is kept by now.
+    assert all(asked.acquire(timeout=LIMIT_S) for _ in range(3))
+    assert client._never == told
 
 
 def test_who_never_answers_is_waited_for_some_seconds(job: Job) -> None:
