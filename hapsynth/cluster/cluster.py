@@ -68,6 +68,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 
 from hapsynth._files import write_text
+from hapsynth._warn import warn_user
 from hapsynth.cluster import _units
 from hapsynth.cluster.curves import Curve, write_curve
 from hapsynth.cluster.device_kinds import (
@@ -471,7 +472,7 @@ class Cluster:
 
         Hosts are JAX's processes. Links and CPUs get nominal figures (`NOMINAL_*`): good enough to plan something,
         no ground for comparing plans; a cluster file with measured figures is. Raises ClusterError for a device
-        that is neither.
+        that is neither. ClusterWarning for GPUs of several processes, some of which may be on one host.
         """
         devices = cast(list[_Device], mesh.devices.flatten().tolist())
         cpus = [device for device in devices if device.platform == "cpu"]
@@ -480,7 +481,16 @@ class Cluster:
         intra = NOMINAL_CPU_LINK if cpus else NOMINAL_INTRA
         name = " + ".join(f"{kinds.count(kind)} x {kind.name}" for kind in dict.fromkeys(kinds))
         axes = tuple((str(axis), int(size)) for axis, size in mesh.shape.items())
-        return cls(name, kinds, tuple(d.process_index for d in devices), NOMINAL_NETWORK, intra, axes)
+        hosts = tuple(d.process_index for d in devices)
+        if not cpus and len(set(hosts)) > 1:
+            # One for each GPU, as is recommended, has NVLink taken for the network.
+            warn_user(
+                f"no cluster is given: each of {len(set(hosts))} processes is taken for a host, and between them a "
+                f"network of {_units.format(NOMINAL_NETWORK.bandwidth, _units.BANDWIDTH)}; where several run on one "
+                "host, or the links are others, give cluster= (a file that hapsynth profile writes)",
+                ClusterWarning,
+            )
+        return cls(name, kinds, hosts, NOMINAL_NETWORK, intra, axes)
 
 
 _KEYS = ("name", "axes", "network", "intra", "devices", "links", "kinds", "collectives", "profile")

@@ -9,7 +9,9 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from warnings import catch_warnings
 
 import jax
 import jax.numpy as jnp
@@ -397,6 +399,15 @@ def test_devices_in_another_order_than_the_cluster_s_are_refused(monkeypatch: py
         hapsynth.synthesize(jnp.sin, (jnp.ones((4, 8)),), mesh, cluster=cluster)
     with pytest.raises(ValueError, match=f"{len(plan.devices)} unlike"):
         type(plan)(plan.traced, plan.result, plan.cluster, mesh, plan.fn)
+
+
+@pytest.mark.parametrize(("processes", "warnings"), [((0, 0), 0), ((0, 1), 1)])
+def test_gpus_of_several_processes_may_be_on_one_host(processes: tuple[int, ...], warnings: int) -> None:
+    gpu = lambda p: SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", process_index=p)
+    mesh: Any = SimpleNamespace(devices=np.array([gpu(p) for p in processes]), shape={"d": 2})
+    with catch_warnings(record=True, action="always") as said:
+        assert Cluster.from_mesh(mesh).hosts == processes
+    assert ["each of 2 processes is taken for a host" in str(w.message) for w in said] == [True] * warnings
 
 
 def test_planning_starts_no_backend() -> None:
