@@ -20,6 +20,11 @@ def free(device: Any) -> int:
     return min([*(max(0, limit - used) for limit, used in _limits()), *_of_machine()], default=-1)
 
 
+def pool(device: Any) -> int:
+    """Bytes of which an accelerator's allocator gives out all that it does, -1 where that can't be told."""
+    return int((device.memory_stats() or {}).get("bytes_limit", -1))
+
+
 def free_on_machine() -> int:
     """Bytes that all processes of this machine can still have, -1 where that can't be told."""
     return min(_of_machine(), default=-1)

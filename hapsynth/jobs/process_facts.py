@@ -149,7 +149,9 @@ def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
     local, held_bytes = plan.mesh.local_devices, plan.held_bytes
     needs = {d: max(0, int(held_bytes[positions[d]]) - held.get(d, 0)) for d in local}
     if local[0].platform != "cpu":
-        rows, machine = [[str(d), needs[d], _device_memory.free(d)] for d in local], [0, -1]
+        has = {d: plan.cluster.devices[positions[d]].memory for d in local}
+        rows = [[str(d), needs[d], _device_memory.free(d), _device_memory.pool(d), int(has[d])] for d in local]
+        machine = [0, -1]
     else:
         # CPU devices share their machine's memory. What makes the arguments may still run, and hold more.
         jax.block_until_ready(arguments)
@@ -399,11 +401,11 @@ def _of_memory(facts: Sequence[Facts]) -> list[str]:
     way_out = "end what else runs there, or synthesize with a lower memory_limit"
     found: list[str] = []
     for f in facts:
-        for device, needed, free in f.get("memory", ()):
+        for device, needed, free, *pool in f.get("memory", ()):
             if 0 <= free < needed:
                 found.append(
-                    f"{f['process']}: the plan needs {nbytes(needed)} more on {device}, where {nbytes(free)} are free: "
-                    f"{way_out}"
+                    f"{f['process']}: the plan needs {nbytes(needed)} more on {device}, where {nbytes(free)} are free"
+                    f"{_of_pool(*pool)}: {way_out}"
                 )
     hosts: dict[str, list[Facts]] = {}
     for f in facts:
@@ -417,6 +419,17 @@ def _of_memory(facts: Sequence[Facts]) -> list[str]:
                 f"{nbytes(free)} free: {way_out}"
             )
     return found
+
+
+def _of_pool(pool: int = -1, card: int = -1) -> str:
+    """What JAX takes of a card when it begins, three quarters unless the user says it, is less than the plan counts
+    on."""
+    if not 0 <= pool < card:
+        return ""
+    return (
+        f" of the {nbytes(pool)} that JAX has taken of the {nbytes(card)} planned for (XLA_PYTHON_CLIENT_MEM_FRACTION, "
+        "0.75 unless it is set, allows more)"
+    )
 
 
 def _settings(cache: dict[str, Any]) -> str:

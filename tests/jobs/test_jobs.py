@@ -115,7 +115,15 @@ def test_processes_that_fit_together() -> None:
         ({"lowered": "h"}, "p1 has collectives h in the lowered program"),
         ({"links": {"rank": 1, "never": [0]}}, "p0 and p1 do not reach each other, and both reach the rendezvous"),
         ({"kinds": ["G", "H"]}, "p1 holds devices of several kinds (G, H): start one process for each kind"),
-        ({"memory": [["G:1", 3 << 30, 1 << 30]]}, "p1: the plan needs 3.0 GiB more on G:1, where 1.0 GiB are free"),
+        (
+            {"memory": [["G:1", 3 << 30, 1 << 30]]},
+            "p1: the plan needs 3.0 GiB more on G:1, where 1.0 GiB are free: end",
+        ),
+        (
+            {"memory": [["G:1", 14 << 30, 12 << 30, 12 << 30, 16 << 30]]},
+            "12.0 GiB are free of the 12.0 GiB that JAX has taken of the 16.0 GiB planned for (XLA_PYTHON_CLIENT_MEM_F",
+        ),
+        ({"memory": [["G:1", 3 << 30, 1 << 30, 16 << 30, 16 << 30]]}, "where 1.0 GiB are free: end"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
