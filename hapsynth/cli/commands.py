@@ -228,7 +228,7 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
     # Whoever limits the time, ends the search or has planned this before does not wait for more: `compare` says it.
     if options.time_budget is None and not plan.result.interrupted and "cache_s" not in timings and session.reports:
         with activity(options.quiet) as tell:
-            tell("planned; beside it data parallel, ZeRO-2, one device")
+            tell("planned; beside it data parallel, ZeRO-2, ZeRO-3, one device")
             baselines = json_records.comparison(plan, json_records.COMMON, each=False)
     if session.out is not None:
         print_summary(session.out, plan, json_records.costs_of(plan), baselines, listing=options.program)

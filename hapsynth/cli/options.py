@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", metavar="N", type=seed, default=0, help="of the random arguments (default 0)")
     _path(run, "--json", metavar="OUT|-", nargs="?", const=STDOUT, help="write the errors and times as JSON")
 
-    compare = add("compare", "predicted step time beside data parallel, ZeRO-3, tensor parallel")
+    compare = add("compare", "predicted step time beside data parallel, ZeRO-1 to -3, tensor and expert parallel")
     _add_file(compare)
     _add_planning(compare)
     _add_json(compare)

@@ -35,7 +35,7 @@ def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
 
 
 def search_record(plan: Plan, entries: Mapping[str, Entry] | None = None) -> dict[str, Any]:
-    """The document of `search --json`. `entries`: the plan and baselines, where these were planned."""
+    """The document of `search --json`. `entries`: the plan and baselines (`COMMON`), where these were planned."""
     result = plan.result
     best, alone = best_baseline(entries), (entries or {}).get(ONE_DEVICE)
     timings = result.timings_s
@@ -129,12 +129,12 @@ class Entry:
 
 
 OURS = "hapsynth"
-COMMON = ("data_parallel", "data_parallel_speed", "zero2", "zero2_speed")
-"""The baselines that nearly always have the best among them, which are planned in about the time of the plan."""
+COMMON = ("data_parallel", "data_parallel_speed", "zero2", "zero2_speed", "zero3", "zero3_speed")
+"""The baselines that `search` plans: with overlap ZeRO-3 is often the best. `compare` has the others, too."""
 
 
 def best_baseline(entries: Mapping[str, Entry] | None) -> tuple[str, Entry] | None:
-    """The fastest that fits, one device alone apart, with its name; None where none does."""
+    """The fastest that fits of those planned, one device alone apart, with its name; None where none does."""
     others = [(name, e) for name, e in (entries or {}).items() if name not in (OURS, ONE_DEVICE) and e.fits]
     return min(others, key=lambda one: one[1].cost_s, default=None)
 
