@@ -90,7 +90,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     command = parser(__doc__)
     command.add_argument("--no-check", action="store_true")
-    command.add_argument("--markdown", action="store_true", help="the table of the README as well")
+    command.add_argument("--markdown", action="store_true", help="a table as well")
     options = command.parse_args()
     if options.row:
         print(json.dumps(one(**options.row, check=not options.no_check)))

@@ -104,7 +104,7 @@ class Result:
     clocks_s: Mapping[str, float] = field(default_factory=dict[str, float])
     """With overlap: by name, how long each kind of device computes, and each link is taken. No step is shorter."""
     exact: bool = False
-    """Whether `memory_bytes` is of shards that are stored at exact size, in staged form; else they are padded."""
+    """Whether `memory_bytes` is of shards stored at exact size, in staged or fused form; else they are padded."""
     lowering: LoweringOptions = DEFAULT
     """The thresholds by which the program was priced, and is lowered."""
 

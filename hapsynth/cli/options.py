@@ -68,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
         "--form",
         choices=FORMS,
         default="auto",
-        help="staged, fused: each device within its own memory, of exact shards; else the smallest's, of padded ones",
+        help="staged, fused: shards of exact size, each device within its own memory; switch: padded to the largest, "
+        "within the smallest device's",
     )
     search.add_argument(
         "--advise",
