@@ -189,7 +189,8 @@ class Plan(Planned, Generic[P, R]):
     def unshard(self, tree: Any) -> Any:
         """`tree` with every array whole, as a NumPy array of its logical shape; typed keys as key arrays.
 
-        Leaves that are no arrays are kept. In a run of several processes all must call.
+        Leaves that are no arrays are kept. In a run of several processes all must call. Raises RuntimeError for an
+        array that a call has consumed.
         """
         return jax.tree.map(whole, tree)
 
@@ -250,7 +251,8 @@ class Plan(Planned, Generic[P, R]):
         """Compare the devices' copies of carried state that they compute redundantly, which unlike hardware rounds
         differently. `argument`: the state as `shard` or a call returned it; `arg` as in `local_slices`.
 
-        In a run of several processes all must call.
+        In a run of several processes all must call. Raises TypeError, ValueError or RuntimeError for a state that is
+        not as this plan keeps it.
         """
         copied = self._copied(argument, arg)
         return DriftReport(tuple(leaf_drift(path, storage, x) for _, path, storage, x in copied))
@@ -317,7 +319,7 @@ class Plan(Planned, Generic[P, R]):
     # To look at
 
     def explain(self, value: str | None = None, *, cost: bool = False, top: int = 5) -> str:
-        """Where the seconds go and why values lie as they do: `hapsynth.explain`."""
+        """Where the seconds go and why values lie as they do: `hapsynth.explain`, which names its errors."""
         # What reports on plans is made of them, so it is called as users call it.
         return hapsynth.explain(self, value, cost=cost, top=top)
 
@@ -401,7 +403,7 @@ def load(
     `mesh`: of the cluster's devices, or of those alone that the plan uses. `form`: as of `synthesize`. `overlap`: as of
     `Plan`.
     Raises PlanError with the reason and the way out, TypeError where `mesh` is none, ValueError where it has another
-    number of devices.
+    number of devices, `hapsynth.jobs.JobError` as `synthesize` does.
     """
     if mesh is not None:
         check_mesh(mesh)

@@ -140,10 +140,12 @@ class Planned(ABC):
 
     @property
     def program(self) -> Program:
+        """The instructions that run, in their order."""
         return self.result.program
 
     @property
     def sizes(self) -> Sizes:
+        """The integer shard sizes, by dimension class and device."""
         return self.result.sizes
 
     @property

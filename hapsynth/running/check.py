@@ -75,6 +75,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
+        """Whether every output is as near as `rtol` asks."""
         return self.max_relative_error <= self.rtol
 
     @property

@@ -50,6 +50,7 @@ class ShardedArray:
 
     @property
     def ndim(self) -> int:
+        """Of the logical shape."""
         return len(self.shape)
 
     @property
@@ -62,10 +63,12 @@ class ShardedArray:
 
     @property
     def dtype(self) -> Any:
+        """Of every shard; of typed keys the extended dtype."""
         return self._storage.dtype
 
     @property
     def weak_type(self) -> bool:
+        """Whether JAX's promotion takes the dtype for weak."""
         return self._storage.weak_type
 
     @property
@@ -101,6 +104,7 @@ class ShardedArray:
 
     @property
     def storage(self) -> Storage:
+        """How the shards are stored."""
         return self._storage
 
     def is_deleted(self) -> bool:
@@ -112,6 +116,7 @@ class ShardedArray:
         self._data.delete()
 
     def block_until_ready(self) -> ShardedArray:
+        """This array, once all shards here are computed."""
         self._data.block_until_ready()
         return self
 
