@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hapsynth.instructions.layout import Layout
-from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
+from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property
 from hapsynth.instructions.program.sizes import Node, Sizes
 from hapsynth.search.cost.model import CostModel, Floats, held_fraction
 from hapsynth.search.cost.network import Shares
@@ -124,6 +124,31 @@ def by_cheapest_steps(program: Program, sizes: Sizes, costs: CostModel, *, bundl
         if instructions == program.instructions
         else replace(program, instructions=instructions, hosts=costs.hosts)
     )
+
+
+def in_fewest_conversions(program: Program, costs: CostModel) -> Program:
+    """The program with every two conversions of a value in a row as one, where there is one and nothing else reads what
+    is between: an all-reduce for a reduce-scatter and an all-gather; itself where there are none. By itself the one may
+    take longer, and among others like it less: they go together."""
+    graph, around = costs.graph, {*costs.graph.ties.values()}
+    readers: dict[Property, list[int]] = {}
+    for at, (needs, _) in enumerate(program.accesses(graph)):
+        for held in needs:
+            readers.setdefault(held, []).append(at)
+    ends = {*zip(graph.outputs, program.outputs, strict=True)}
+    instructions: list[Instruction | None] = [*program.instructions]
+    for at, first in enumerate(program.instructions):
+        if not isinstance(first, Convert) or first.value in around or (first.value, first.target) in ends:
+            continue
+        nexts = readers.get((first.value, first.target), ())
+        second = program.instructions[nexts[0]] if len(nexts) == 1 else None
+        if isinstance(second, Convert) and (second.axis, second.region) == (first.axis, first.region):
+            steps = costs.steps(first.source, second.target, first.axis)
+            if steps:
+                whole = Convert(first.value, first.axis, first.source, second.target, first.region)
+                instructions[at], instructions[nexts[0]] = whole.with_step(steps[0]), None
+    kept = tuple(i for i in instructions if i is not None)
+    return program if len(kept) == len(instructions) else replace(program, instructions=kept, hosts=costs.hosts)
 
 
 def feed_costs(program: Program, sizes: Sizes, costs: CostModel) -> Iterator[tuple[int, float]]:

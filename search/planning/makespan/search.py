@@ -385,6 +385,11 @@ class MakespanSearch:
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
         bar = self.best.makespan_s * PROMISING if self.best else np.inf
         timeline = schedule(tasks, quick=True, bar=bar)
+        fewer = self.search.maker.in_fewest_conversions(self.builder, candidate)
+        if fewer is not None:
+            other = schedule(_undominated_tasks(fewer, self.costs), quick=True, bar=bar)
+            if other.makespan_s < timeline.makespan_s:
+                candidate, timeline = fewer, other
         found = Scheduled(seen, candidate, timeline, critical_path(timeline))
         self.scheduled.append(found)
         if (self.best is None or found.makespan_s < self.best.makespan_s) and self._fits(found):
