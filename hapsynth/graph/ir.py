@@ -15,7 +15,7 @@ from typing import Literal as OneOf
 import numpy as np
 
 from hapsynth import _jax
-from hapsynth.graph.without_arguments import is_same_everywhere
+from hapsynth.graph.without_arguments import same_everywhere
 
 
 @dataclass(frozen=True)
@@ -387,10 +387,9 @@ class Graph:
             op = self.ops[self.producer[value]]
             read = [v for _, v in op.value_operands] + ([self.ties[op.index]] if op.index in self.ties else [])
             waiting += (v for v in read if exact[v])
-            told = not all(exact[v] for v in read) and not isinstance(op.primitive, Boundary)
-            if told and not is_same_everywhere(self, op):
+            if not all(exact[v] for v in read) and not isinstance(op.primitive, Boundary):
                 found.add(op.index)
-        return frozenset(found), frozenset(seen)
+        return frozenset(found - same_everywhere(self, found)), frozenset(seen)
 
     @cached_property
     def fingerprint(self) -> str:

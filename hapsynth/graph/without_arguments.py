@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -16,69 +16,74 @@ if TYPE_CHECKING:
 Bounds = tuple[Any, Any]
 """float64 arrays: what an array's elements are no less and no more than, on any device."""
 
-_OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-}
-_TO_INTEGERS: dict[str, Callable[[Any], Any]] = {"floor": np.floor, "ceil": np.ceil}
+_OF_TWO: dict[str, Callable[..., Any]] = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+_TO_INTEGERS: dict[str, Callable[..., Any]] = {"floor": np.floor, "ceil": np.ceil}
+_KNOWN = frozenset({*_OF_TWO, *_TO_INTEGERS, "convert_element_type", "iota"})
 _ROUNDINGS = 4
 """Of one op: a reciprocal in the place of a division, constants that the compiler multiplies beforehand."""
 _LARGEST = 1 << 16
 """Elements of what is looked at, so that it takes no time."""
 
 
-def is_same_everywhere(graph: Graph, op: Op) -> bool:
-    """Whether an op makes integers of floats that are the same on all devices, however these round."""
-    if op.name != "convert_element_type" or not jnp.issubdtype(op.result_dtypes[0], jnp.integer):
-        return False
-    bounds = _bounds(graph, op.operands[0], {})
-    if bounds is None:
+def same_everywhere(graph: Graph, ops: Iterable[int]) -> set[int]:
+    """Those of some ops that make integers of floats which are the same on all devices, however these round."""
+    asked = [graph.ops[i] for i in ops if graph.ops[i].name == "convert_element_type"]
+    # Infinities among constants are no errors.
+    with np.errstate(all="ignore"):
+        known = _bounds(graph) if asked else {}
+    return {op.index for op in asked if _is_whole(known.get(op.operands[0]), op.result_dtypes[0])}
+
+
+def _is_whole(bounds: Bounds | None, dtype: Any) -> bool:
+    """Whether numbers within the bounds become the same integers."""
+    if bounds is None or not jnp.issubdtype(dtype, jnp.integer):
         return False
     low, high = map(np.trunc, bounds)
-    limits = jnp.iinfo(op.result_dtypes[0])
+    limits = jnp.iinfo(dtype)
     return bool(np.all((low == high) & (low >= limits.min) & (high < limits.max)))
 
 
-def _bounds(graph: Graph, operand: Operand, known: dict[int, Bounds | None]) -> Bounds | None:
-    """None where an argument or a constant array is behind it, or an op that is not known here. `known`: of the values
-    that were looked at, as each may be read again and again."""
-    if not isinstance(operand, int):
-        is_real = jnp.issubdtype(operand.dtype, jnp.floating) or jnp.issubdtype(operand.dtype, jnp.integer)
-        return (np.float64(operand.value),) * 2 if is_real else None
-    if operand not in known:
-        known[operand] = _of_value(graph, operand, known)
-    return known[operand]
+def _bounds(graph: Graph) -> dict[Operand, Bounds]:
+    """Of every value that ops known here make of no argument and no constant array."""
+    known: dict[Operand, Bounds] = {}
+    for op in graph.ops:
+        if op.name in _KNOWN and graph.values[op.results[0]].size <= _LARGEST:
+            given = [b for o in op.operands if (b := known.get(o) or _number(o)) is not None]
+            made = _of_op(op, given) if len(given) == len(op.operands) else None
+            if made is not None:
+                known[op.results[0]] = made
+    return known
 
 
-def _of_value(graph: Graph, operand: int, known: dict[int, Bounds | None]) -> Bounds | None:
-    value = graph.values[operand]
-    if operand not in graph.producer or value.size > _LARGEST:
+def _number(operand: Operand) -> Bounds | None:
+    """Of a literal; None of booleans, complex numbers and keys, and of what is no literal."""
+    if isinstance(operand, int) or not any(jnp.issubdtype(operand.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         return None
-    op = graph.ops[graph.producer[operand]]
-    given = [b for b in (_bounds(graph, o, known) for o in op.operands) if b is not None]
-    if len(given) < len(op.operands):
-        return None
-    if op.name == "iota":
-        shape, dim = value.shape, op.params["dimension"]
-        low = high = np.broadcast_to(
-            np.arange(shape[dim], dtype=np.float64).reshape(-1, *[1] * (len(shape) - dim - 1)), shape
-        )
-        if not _jax.is_inexact(value.dtype):
+    number = np.asarray(operand.value, dtype=np.float64)
+    return number, number
+
+
+def _of_op(op: Op, given: list[Bounds]) -> Bounds | None:
+    """`given`: of its operands. None where it divides by what may be zero, or its floats overflow."""
+    (shape, dtype), name = (op.result_shapes[0], op.result_dtypes[0]), op.name
+    if name == "iota":
+        dim = op.params["dimension"]
+        along = np.arange(shape[dim], dtype=np.float64)
+        low = high = np.broadcast_to(along.reshape(-1, *[1] * (len(shape) - dim - 1)), shape)
+        if not _jax.is_inexact(dtype):
             return low, high
-    elif not _jax.is_inexact(value.dtype):
+    elif not _jax.is_inexact(dtype) or (name == "div" and not np.all(given[1][0] * given[1][1] > 0)):
         return None
-    elif op.name in _TO_INTEGERS:
-        low, high = map(_TO_INTEGERS[op.name], given[0])
+    elif name in _TO_INTEGERS:
+        low, high = map(_TO_INTEGERS[name], given[0])
         return low, high
-    elif op.name in _OF_TWO and (op.name != "div" or np.all(given[1][0] * given[1][1] > 0)):
-        corners = [_OF_TWO[op.name](a, b) for a in given[0] for b in given[1]]
+    elif name in _OF_TWO:
+        corners = [_OF_TWO[name](a, b) for a in given[0] for b in given[1]]
         low, high = np.minimum.reduce(corners), np.maximum.reduce(corners)
-    elif op.name == "convert_element_type":
-        low, high = given[0]
     else:
+        low, high = given[0]
+    kind = jnp.finfo(dtype)
+    if np.any((low < float(kind.min)) | (high > float(kind.max))):
         return None
-    kind = jnp.finfo(value.dtype)
     off = lambda x: _ROUNDINGS * float(kind.eps) * np.abs(x) + float(kind.tiny)
     return low - off(low), high + off(high)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -137,6 +138,17 @@ def test_through_the_call_before() -> None:
     assert trace(plateau, (count, jnp.ones(4))).graph.unsure
     assert not trace(plateau, (count, jnp.ones(4)), carry=()).graph.unsure
     assert not trace(lambda n, x: (n + 1, plateau(n, x)[1]), (count, jnp.ones(4))).graph.unsure
+
+
+def test_of_a_long_chain() -> None:
+    """Longer than Python lets functions call one another."""
+
+    def fn(table: Any, scores: Any) -> Any:
+        for _ in range(sys.getrecursionlimit()):
+            scores = -scores
+        return rounded(table, scores)
+
+    assert trace(fn, given()).graph.selections
 
 
 def rounded_apart(x: jax.Array) -> jax.Array:
