@@ -126,8 +126,8 @@ def by_cheapest_steps(program: Program, sizes: Sizes, costs: CostModel, *, bundl
     )
 
 
-def in_fewest_conversions(program: Program, costs: CostModel) -> Program:
-    """The program with every two conversions of a value in a row as one, where there is one and nothing else reads what
+def in_fewest_collectives(program: Program, costs: CostModel) -> Program:
+    """The program with every two collectives of a value in a row as one, where there is one and nothing else reads what
     is between: an all-reduce for a reduce-scatter and an all-gather; itself where there are none. By itself the one may
     take longer, and among others like it less: they go together."""
     graph, around = costs.graph, {*costs.graph.ties.values()}
@@ -142,7 +142,12 @@ def in_fewest_conversions(program: Program, costs: CostModel) -> Program:
             continue
         nexts = readers.get((first.value, first.target), ())
         second = program.instructions[nexts[0]] if len(nexts) == 1 else None
-        if isinstance(second, Convert) and (second.axis, second.region) == (first.axis, first.region):
+        if (
+            isinstance(second, Convert)
+            and (second.axis, second.region) == (first.axis, first.region)
+            and first.is_collective
+            and second.is_collective
+        ):
             steps = costs.steps(first.source, second.target, first.axis)
             if steps:
                 whole = Convert(first.value, first.axis, first.source, second.target, first.region)

@@ -11,7 +11,7 @@ import numpy as np
 from hapsynth.instructions.program.program import Compute, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.model import CostModel
-from hapsynth.search.cost.program_cost import by_cheapest_steps, in_fewest_conversions, program_cost
+from hapsynth.search.cost.program_cost import by_cheapest_steps, in_fewest_collectives, program_cost
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
@@ -150,10 +150,10 @@ class CandidateBuilder:
         """Choices as a program at the ratios that a builder assumes."""
         return self.make(builder, Solution(choices, np.inf, 0.0, 0, 0, "gap"), as_assumed=True)
 
-    def in_fewest_conversions(self, builder: ProblemBuilder, candidate: Candidate) -> Candidate | None:
-        """The program that choices are at a builder's ratios, with conversions in a row as one; None where it has
+    def in_fewest_collectives(self, builder: ProblemBuilder, candidate: Candidate) -> Candidate | None:
+        """The program that choices are at a builder's ratios, with collectives in a row as one; None where it has
         none."""
-        program = in_fewest_conversions(candidate.program, self.costs)
+        program = in_fewest_collectives(candidate.program, self.costs)
         if program is candidate.program or candidate.choices is None:
             return None
         classes = Classes.build(self.costs.graph, program, self.costs.table)

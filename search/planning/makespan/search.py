@@ -385,7 +385,7 @@ class MakespanSearch:
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
         bar = self.best.makespan_s * PROMISING if self.best else np.inf
         timeline = schedule(tasks, quick=True, bar=bar)
-        fewer = self.search.maker.in_fewest_conversions(self.builder, candidate)
+        fewer = self.search.maker.in_fewest_collectives(self.builder, candidate)
         if fewer is not None:
             other = schedule(_undominated_tasks(fewer, self.costs), quick=True, bar=bar)
             if other.makespan_s < timeline.makespan_s:

@@ -70,16 +70,20 @@ def choices_of(given: Space, rng: random.Random) -> Iterator[Ints]:
         yield np.array(choices)
 
 
-def candidates(given: Space, rng: random.Random) -> Iterator[Candidate]:
-    """Of these choices."""
+def candidates(given: Space, rng: random.Random, *, joined: bool = False) -> Iterator[Candidate]:
+    """Of these choices; `joined`: those with collectives in a row, with one in their place too."""
+    maker = given.search.maker
     for choices in choices_of(given, rng):
-        yield given.search.maker.chosen(given.builder, choices)
+        candidate = maker.chosen(given.builder, choices)
+        yield candidate
+        if joined and (fewer := maker.in_fewest_collectives(given.builder, candidate)):
+            yield fewer
 
 
-def least_makespan_of(given: Space, rng: random.Random) -> float:
+def least_makespan_of(given: Space, rng: random.Random, *, joined: bool = False) -> float:
     """Of these programs, each in several orders; not of those that some order of another is below any order of."""
     found = np.inf
-    for candidate in candidates(given, rng):
+    for candidate in candidates(given, rng, joined=joined):
         tasks = tasks_of(candidate.program, candidate.sizes, given.task.costs)
         found = min(found, simulate(tasks, random_order(rng, tasks)).makespan_s)
         if least_makespan(tasks) < found:
@@ -142,12 +146,33 @@ def test_a_bound_is_certified_whatever_ways_conversions_go(interrupted: bool, mo
     assert search.best is not None
     assert search.best.candidate is best.candidate
     assert len(search.branches) == (1 if interrupted else parts)
-    least = least_makespan_of(given, random.Random(1))
+    least = least_makespan_of(given, random.Random(1), joined=True)
     assert 0 < search.bound <= least * ROUNDING
     assert all(known.taken is not None for known in search.seen)
     bound = search.bound
     search.certify()
     assert search.bound == bound
+
+
+def test_collectives_in_a_row_are_scheduled_as_one_where_that_is_sooner() -> None:
+    """A reduce-scatter and an all-gather as an all-reduce, which goes together with others."""
+    given = tiny("two uses", 1e8, 1.0)
+    maker, costs, sooner = given.search.maker, given.task.costs, 0
+    for choices in choices_of(given, random.Random(1)):
+        candidate = maker.chosen(given.builder, choices)
+        fewer = maker.in_fewest_collectives(given.builder, candidate)
+        if fewer is None:
+            continue
+        check(given.task.graph, fewer.program, fewer.sizes)
+        assert len(fewer.program.instructions) < len(candidate.program.instructions)
+        each = [
+            schedule(tasks_of(c.program, c.sizes, costs, dominated=False), quick=True).makespan_s
+            for c in (candidate, fewer)
+        ]
+        (scheduled,) = MakespanSearch(given.search, given.builder.ratios, choices).scheduled
+        assert scheduled.makespan_s == min(each)
+        sooner += each[1] < each[0]
+    assert sooner
 
 
 def test_many_kinds_of_devices_each_have_a_weight() -> None:
