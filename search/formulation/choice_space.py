@@ -419,6 +419,20 @@ class ChoiceSpace:
         whole = (R,) * self.axes
         return [self.once(("whole", c), lambda c=c: _whole_state(c, whole)) for c in self.choices]
 
+    def alike(self, other: ChoiceSpace, choices: Ints) -> Ints | None:
+        """The choices that are the same program as those of another choice space of the graph; None where one of them
+        is not to be chosen here."""
+        if len(other.choices) != len(self.choices):
+            return None
+        found: list[int] = []
+        for mine, its, n in zip(self.choices, other.choices, choices.tolist(), strict=True):
+            places = self.once(("places", mine), lambda d=mine: {state: i for i, state in enumerate(d.states)})
+            at = places.get(its.state(n))
+            if at is None:
+                return None
+            found.append(at)
+        return np.array(found)
+
     def compute(self, op: int, triple: int) -> tuple[Compute, Access]:
         """An op under one of its triples, by their number, and what it reads and writes: one for all programs."""
         key = op, triple

@@ -52,7 +52,7 @@ from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, step_seconds
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.sizing.sizer import Sizer
-from hapsynth.search.solver import solve
+from hapsynth.search.solver import Ints, solve
 
 _BY_SPEED = "_speed"
 ONE_DEVICE = "one device"
@@ -429,17 +429,30 @@ class Baselines:
                     summed.update(roots)
         return found, summed
 
+    def choices_of(self, space: ChoiceSpace) -> list[Ints]:
+        """Data parallelism, ZeRO-2 and ZeRO-3 as choices of another choice space, those that it has."""
+        zero2 = self._zero12(reduced_whole=False)
+        solved = (
+            self._chosen(ChoiceSpace(self.graph, self.table, restriction))
+            for restriction in (self._data_parallel(), zero2, self._zero3())
+        )
+        return [found for builder, chosen in solved if (found := space.alike(builder.structure, chosen)) is not None]
+
     def _solved(self, structure: ChoiceSpace) -> Solved:
         """The best program at even sizes."""
+        builder, chosen = self._chosen(structure)
+        return Solved(Emitter(builder, chosen.tolist()), self.costs)
+
+    def _chosen(self, structure: ChoiceSpace) -> tuple[ProblemBuilder, Ints]:
         ratios = Ratios(self.graph, self.table, np.full(self.costs.n, 1.0 / self.costs.n))
         builder = ProblemBuilder(structure, self.costs, ratios)
         solution = solve(builder.problem(), tolerance=1e-4)
         if solution.assignment is not None:
-            return Solved(Emitter(builder, solution.assignment.tolist()), self.costs)
+            return builder, solution.assignment
         # Some weight's cut dimension meets no op that takes it cut (a flattened image): it may be gathered.
         free = replace(structure.restriction, convertible=None)
         assert structure.restriction.convertible is not None, "with every conversion the replicated program is there"
-        return self._solved(type(structure)(self.graph, self.table, free))
+        return self._chosen(type(structure)(self.graph, self.table, free))
 
     def sized(self, solved: Solved, batch: Floats, rest: Floats, *, experts: bool = False) -> Baseline:
         """A program with its batch, and `experts`, and with everything else cut by these fractions; in the order that

@@ -28,9 +28,11 @@ from hapsynth.search.planning.joint_refinement import JointRefinement
 from hapsynth.search.planning.makespan import (
     MakespanSearch,
     Overlapped,
+    Scheduled,
     as_it_is,
     concluded,
     first_look,
+    look_s,
     without_what_is_sent,
 )
 from hapsynth.search.planning.resharding import resharded
@@ -105,6 +107,8 @@ class Planner:
         """Of the last program at whose own ratios was searched."""
         self._joint: _JointBound | None = None
         self._makespans: MakespanSearch | None = None
+        self._looked: tuple[Scheduled, float] | None = None
+        """The best program of these, and what it takes in the end."""
         self.effort.choices_s = self.clock.elapsed()
 
     @property
@@ -158,12 +162,20 @@ class Planner:
         best = self._incumbent.best
         if best is None:
             return np.inf
+        self._look_at_makespans(best)
+        known = self._makespans and self._makespans.best
+        if not known:
+            return without_what_is_sent(self._search, best).timeline.makespan_s
+        if self._looked is None or self._looked[0] is not known:
+            seconds = partial(look_s, known, self._search)
+            self._looked = known, self._unless_interrupted(seconds, known.makespan_s)
+        return self._looked[1]
+
+    def _look_at_makespans(self, best: Candidate) -> None:
         if self._makespans is None and not self.clock.late():
             self._makespans = self._unless_interrupted(
                 partial(first_look, self._search, best, self._own_ratios(best.sizes)), None
             )
-        found = self._makespans and self._makespans.best
-        return found.makespan_s if found else without_what_is_sent(self._search, best).timeline.makespan_s
 
     def explore_makespans_on(self, near: float, bar: float) -> float:
         """As `explore_makespans`, from where that ended, until a program takes `near` seconds or less, or all take
@@ -290,7 +302,7 @@ class Planner:
     def _overlapped(self, best: Candidate, bar: float) -> Result:
         """The program of the least makespan found, from the best one as a sum of its instructions."""
         task, graph = self.task, self.task.graph
-        self.explore_makespans()
+        self._look_at_makespans(best)
         sought = self._concluded(self._makespans, bar) if self._makespans else None
         # Where memory is short, what is found may have to wait for its gathers longer than the sum's program does.
         fitting = [each for each in (sought, as_it_is(self._search, best)) if each is not None]

@@ -4,6 +4,8 @@ from hapsynth.search.planning.makespan.conclusion import concluded as concluded
 from hapsynth.search.planning.makespan.conclusion import first_look as first_look
 from hapsynth.search.planning.makespan.final_schedule import Overlapped as Overlapped
 from hapsynth.search.planning.makespan.final_schedule import as_it_is as as_it_is
+from hapsynth.search.planning.makespan.final_schedule import look_s as look_s
 from hapsynth.search.planning.makespan.final_schedule import without_what_is_sent as without_what_is_sent
 from hapsynth.search.planning.makespan.search import TOLERANCE as TOLERANCE
 from hapsynth.search.planning.makespan.search import MakespanSearch as MakespanSearch
+from hapsynth.search.planning.makespan.search import Scheduled as Scheduled

@@ -6,6 +6,7 @@ import numpy as np
 
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel
+from hapsynth.search.planning.baselines import Baselines
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.makespan.clocks import busy_seconds
 from hapsynth.search.planning.makespan.final_schedule import Overlapped, best_within_limit
@@ -13,6 +14,7 @@ from hapsynth.search.planning.makespan.search import TOLERANCE, MakespanSearch, 
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.scheduling.tasks import Machine
 from hapsynth.search.sizing.ratios import Ratios
+from hapsynth.search.solver import Ints
 
 _FIRST_ROUNDS = 2
 """Of weights, which tell how good a program there is at some ratios."""
@@ -35,14 +37,22 @@ def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Mak
     if choices is None:
         return None
     found = MakespanSearch(search, ratios, choices)
+    for known in _usual(search):
+        found.begin_from(known)
     found.run(_FIRST_ROUNDS)
     return found
+
+
+def _usual(search: FixedRatioSearch) -> list[Ints]:
+    """What people run today as choices: a search that is led by weights comes upon it late, and it may be the best."""
+    space, task = search.choices, search.task
+    return space.once("usual", lambda: Baselines(task).choices_of(space) if space.axes == 1 else [])
 
 
 def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     """The program of the least makespan, found from a first look on; None where none fits in its order. What takes more
     than `bar` seconds is of no use."""
-    search, first, least_sum = found.search, found, found.scheduled[0]
+    search, first, begun = found.search, found, found.begun
     with search.clock.within(_SEARCHING):
         found.run(_ROUNDS, bar)
         found = _at_other_ratios(found, bar)
@@ -53,12 +63,12 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
         if not search.clock.late() and found.bound < bar:
             found.raise_bound()
             found.relink()
-    fitting = best_within_limit(found, least_sum)
+    fitting = best_within_limit(found, begun)
     if not fitting:
         return None
     best = min(fitting, key=lambda each: each.makespan_s)
-    # The ratios of the program of the least sum may be those of the first search alone.
-    searches = (first, found) if best.known is least_sum else (found,)
+    # Their ratios may be those of the first search alone.
+    searches = (first, found) if best.known in begun else (found,)
     for each in searches:
         each.certify()
     return best.overlapped._replace(lower_bound_s=max(each.bound_for(best.known) for each in searches))

@@ -6,6 +6,7 @@ steps that go together too, and in orders that hold less where they do not fit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from math import isclose
 from typing import NamedTuple
@@ -18,16 +19,16 @@ from hapsynth.search.cost.program_cost import by_cheapest_steps
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.makespan.clocks import clocks
-from hapsynth.search.planning.makespan.search import PROMISING, MakespanSearch, Scheduled
+from hapsynth.search.planning.makespan.search import MakespanSearch, Scheduled
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.scheduling.list_schedule import iterated, ordered, refined, schedule
 from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, program_timeline
 
-_TRIED, _NEARLY = 8, 1.01
+_TRIED, _NEARLY, _MOST_GAINED = 8, 1.01, 1.25
 """Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
-schedules are at most."""
+schedules are at most; of those that a search was begun from."""
 
 
 class Overlapped(NamedTuple):
@@ -70,10 +71,17 @@ def without_what_is_sent(search: FixedRatioSearch, best: Candidate) -> Overlappe
     return found
 
 
-def best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[Tried]:
-    """The best programs of a search, and that of the least sum, in orders in which they fit: the best one, and those
-    with the least mean of quick schedule and longest chain, as more orders may gain what the schedule is above the
-    chain."""
+def look_s(known: Scheduled, search: FixedRatioSearch) -> float:
+    """Seconds of a program in the best order found in which it fits. Its quick schedule may take a tenth longer, and
+    says little of which devices are the better."""
+    again = _within_limit(known, search)
+    return again.makespan_s if again else known.makespan_s
+
+
+def best_within_limit(found: MakespanSearch, begun: Sequence[Scheduled]) -> list[Tried]:
+    """The best programs of a search, and those that it was begun from, in orders in which they fit: the best one, and
+    those with the least mean of quick schedule and longest chain, as more orders may gain what the schedule is above
+    the chain."""
     search, tried, fitting = found.search, list[Scheduled](), list[Tried]()
     least = np.inf
 
@@ -96,8 +104,10 @@ def best_within_limit(found: MakespanSearch, least_sum: Scheduled) -> list[Tried
             break
         if known.makespan_s < least * _NEARLY and chain[known] < least and not is_tried(known):
             fit(known)
-    if not is_tried(least_sum) and least_sum.makespan_s < least * PROMISING:
-        fit(least_sum)
+    for known in begun:
+        # What sends much of little gains the most by more orders.
+        if not (fitting and search.clock.late()) and not is_tried(known) and known.makespan_s < least * _MOST_GAINED:
+            fit(known)
     best = min(fitting, key=lambda each: each.makespan_s, default=None)
     if best and best.timeline and not search.clock.late():
         shorter = iterated(best.timeline, search.clock.late)

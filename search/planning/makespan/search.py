@@ -150,6 +150,8 @@ class MakespanSearch:
         self._by_level = False
         """Whether rounds are at near weights (the level method), for the bound."""
         self._schedule(self._see(begin), first, tasks)
+        self.begun = [*self.scheduled]
+        """What it was begun from."""
         if known is not None:
             self._schedule(self.seen[0], known, _undominated_tasks(known, self.costs))
         for other in like.seen if like else ():
@@ -195,6 +197,12 @@ class MakespanSearch:
         """Of all chains, those at which the bound was found."""
         weights = self._at.weights
         return np.pad(weights, (0, len(self.chains) - weights.size))
+
+    def begin_from(self, choices: Ints) -> None:
+        """Another program than the first that may be good."""
+        known = len(self.scheduled)
+        self._look(choices)
+        self.begun += self.scheduled[known:]
 
     def look_again(self, near: float, bar: float) -> None:
         """After a first look, some rounds more until a program takes `near` seconds or less, or all take `bar`."""
@@ -383,13 +391,14 @@ class MakespanSearch:
         return True
 
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
+        """As its choices say, and in fewer collectives where some are in a row."""
         bar = self.best.makespan_s * PROMISING if self.best else np.inf
-        timeline = schedule(tasks, quick=True, bar=bar)
+        self._keep(seen, candidate, schedule(tasks, quick=True, bar=bar))
         fewer = self.search.maker.in_fewest_collectives(self.builder, candidate)
         if fewer is not None:
-            other = schedule(_undominated_tasks(fewer, self.costs), quick=True, bar=bar)
-            if other.makespan_s < timeline.makespan_s:
-                candidate, timeline = fewer, other
+            self._keep(seen, fewer, schedule(_undominated_tasks(fewer, self.costs), quick=True, bar=bar))
+
+    def _keep(self, seen: Seen, candidate: Candidate, timeline: Timeline) -> None:
         found = Scheduled(seen, candidate, timeline, critical_path(timeline))
         self.scheduled.append(found)
         if (self.best is None or found.makespan_s < self.best.makespan_s) and self._fits(found):

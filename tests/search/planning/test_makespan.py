@@ -169,8 +169,10 @@ def test_collectives_in_a_row_are_scheduled_as_one_where_that_is_sooner() -> Non
             schedule(tasks_of(c.program, c.sizes, costs, dominated=False), quick=True).makespan_s
             for c in (candidate, fewer)
         ]
-        (scheduled,) = MakespanSearch(given.search, given.builder.ratios, choices).scheduled
-        assert scheduled.makespan_s == min(each)
+        search = MakespanSearch(given.search, given.builder.ratios, choices)
+        assert [known.makespan_s for known in search.scheduled] == each
+        assert search.best
+        assert search.best.makespan_s == min(each)
         sooner += each[1] < each[0]
     assert sooner
 
