@@ -65,12 +65,13 @@ sys.dont_write_bytecode = False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Few cases of many; slow tests first: one that is begun last is waited for by an idle core."""
+    """Few cases of many. First those that wait, while CI has other work for the cores, then slow ones: one that is
+    begun last is waited for by an idle core."""
     if not THOROUGH and not any("::" in asked for asked in config.args):
         beyond = set(left_out(items))
         items[:] = [item for item in items if item not in beyond]
         config.hook.pytest_deselected(items=[*beyond])
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("waits", "slow")])
 
 
 def pytest_collection_finish() -> None:

@@ -151,6 +151,7 @@ def _left(name: str) -> list[str]:
     return [n for n in (*network.names(), *(str(f) for f in folders if f.exists())) if name in n]
 
 
+@pytest.mark.waits
 @pytest.mark.root
 @root
 def test_machines_are_limited_meet_and_leave_nothing(tmp_path: Path) -> None:
@@ -163,6 +164,7 @@ def test_machines_are_limited_meet_and_leave_nothing(tmp_path: Path) -> None:
     assert not _left(f"{cluster.PREFIX}{process.pid}")
 
 
+@pytest.mark.waits
 @pytest.mark.root
 @root
 def test_processes_of_a_machine_share_its_network() -> None:
@@ -182,6 +184,7 @@ def test_processes_of_a_machine_share_its_network() -> None:
     assert len({w[7] for w in words.values()}) == 3, "each has a control group of its own"
 
 
+@pytest.mark.waits
 @pytest.mark.root
 @root
 def test_a_machine_runs_no_longer_than_its_part_of_a_period() -> None:
@@ -204,6 +207,7 @@ def test_a_machine_runs_no_longer_than_its_part_of_a_period() -> None:
 
 
 @pytest.mark.few(2)
+@pytest.mark.waits
 @pytest.mark.root
 @root
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -229,6 +233,7 @@ def test_however_it_ends_nothing_is_left(how: signal.Signals) -> None:
     assert not [p for p in inside if Path(f"/proc/{p}/cmdline").exists() and Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
+@pytest.mark.waits
 @pytest.mark.root
 @root
 def test_what_an_earlier_run_left_is_removed() -> None:
@@ -244,6 +249,7 @@ def test_what_an_earlier_run_left_is_removed() -> None:
     assert sleeper.wait() == -signal.SIGKILL
 
 
+@pytest.mark.waits
 @pytest.mark.root
 @root
 def test_a_process_over_its_memory_is_named() -> None:

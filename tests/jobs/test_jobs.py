@@ -598,6 +598,7 @@ def test_output_is_labelled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert sorted(error.splitlines()) == ["[0] and its error", "[1] and its error"]
 
 
+@pytest.mark.waits
 def test_one_that_fails_ends_all_and_what_they_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = """
         if rank == "0":
@@ -667,6 +668,7 @@ def test_a_signal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.waits
 def test_one_that_fails_is_seen_while_those_before_it_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """And named, with its host, pid, exit code and last lines."""
     text = """
@@ -703,6 +705,7 @@ def test_a_signal_to_the_launcher_is_nobodys_fault(tmp_path: Path, capfd: pytest
     )
 
 
+@pytest.mark.waits
 def test_one_that_is_stopped_ends_the_job(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -713,10 +716,11 @@ def test_one_that_is_stopped_ends_the_job(
     assert re.search(r"over .* process 1 on .* was stopped by a signal and has not .* for 2 s", capfd.readouterr().err)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("stops", [True, False])
 def test_who_goes_on_again_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
     """Nor is one that says nothing for longer: a launcher sees that it lives."""
-    monkeypatch.setenv("HAPSYNTH_SILENCE_S", "1.5")
+    monkeypatch.setenv("HAPSYNTH_SILENCE_S", "2")
     text = f"""
         if {stops}:
             if not os.fork():
@@ -724,11 +728,12 @@ def test_who_goes_on_again_is_not_lost(tmp_path: Path, monkeypatch: pytest.Monke
                 os.kill(os.getppid(), signal.SIGCONT)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(3)
+        time.sleep(4)
     """
     assert launch(Launch(here=2), script(tmp_path, text)) == 0
 
 
+@pytest.mark.waits
 def test_a_launcher_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "hapsynth", "launch", "-n", "2", *script(tmp_path, HEEDLESS)]
     launcher = subprocess.Popen(run, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
@@ -776,6 +781,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             launch(Launch(here=1, processes=2, coordinator=f"localhost:{first}"), ["true"])
 
 
+@pytest.mark.waits
 def test_a_job_of_several_hosts_without_a_secret_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -804,6 +810,7 @@ def test_a_job_of_several_hosts_without_a_secret_says_so(
         assert ("HAPSYNTH_TOKEN is not set: whoever reaches" in capfd.readouterr().err) == (not token)
 
 
+@pytest.mark.waits
 def test_a_process_that_fails_on_one_host_ends_those_of_another(capfd: pytest.CaptureFixture[str]) -> None:
     where = f"localhost:{free_ports(2)[0]}"
     run = [sys.executable, "-m", "hapsynth", "launch", "--coordinator", where, "--processes", "2", "--process", "1"]
@@ -818,6 +825,7 @@ def test_a_process_that_fails_on_one_host_ends_those_of_another(capfd: pytest.Ca
 
 
 @pytest.mark.slow
+@pytest.mark.waits
 def test_a_crash_at_import_ends_launchers_of_srun(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of `srun hapsynth launch`, with srun's variables alone: both say what failed, and where."""
     train = tmp_path / "train.py"

@@ -25,6 +25,8 @@ from hapsynth.rendezvous.peers import Peers
 from hapsynth.rendezvous.server import PROTOCOL, Server, serving_host
 from hapsynth.rendezvous.wire import Channel
 
+pytestmark = pytest.mark.waits
+
 LIMIT_S = 300.0
 
 
@@ -34,8 +36,8 @@ class Often(Timeouts):
     beat = 0.1
 
 
-SOON = Often(join=0.6, barrier=LIMIT_S, silence=1.0)
-"""Where somebody does not come, or is not heard of."""
+SOON = Often(join=2.0, barrier=LIMIT_S, silence=1.5)
+"""Where somebody does not come, or is not heard of. After 2 s of silence a client would call once more."""
 PATIENT = Often(join=LIMIT_S, barrier=LIMIT_S, silence=LIMIT_S)
 
 
@@ -123,12 +125,12 @@ def test_a_process_that_is_not_heard_of(job: Job) -> None:
     job.join(port, 0)
     connection, _ = hello(port, 1)
     with connection:
-        assert "process 1 on far (pid 7) has not been heard of for 1 s" in job.reason(0)
+        assert "process 1 on far (pid 7) has not been heard of for 1.5 s" in job.reason(0)
 
 
 def test_a_process_that_never_comes(job: Job) -> None:
-    alone = job.join(job.serve(timeouts=Often(join=0.6, silence=LIMIT_S)), 0)
-    with pytest.raises(JobError, match=r"process 1 did not come to the plan within 0.6 s, where process 0 waits"):
+    alone = job.join(job.serve(timeouts=Often(join=2.0, silence=LIMIT_S)), 0)
+    with pytest.raises(JobError, match=r"process 1 did not come to the plan within 2 s, where process 0 waits"):
         alone.gather("first", 1, [0, 1])
 
 
@@ -482,7 +484,7 @@ def test_a_port_that_is_taken(job: Job) -> None:
         # What listens there says nothing.
         with pytest.raises(JobError, match="not the rendezvous of process 0"):
             job.join(port, 1, timeouts=SOON)
-    with pytest.raises(JobError, match=r"found no rendezvous at localhost:.* within 0.6 s"):
+    with pytest.raises(JobError, match=r"found no rendezvous at localhost:.* within 2 s"):
         job.join(port, 1, timeouts=SOON)
 
 
