@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from example_models import example
 from fused_cases import APART, CASES, arguments
 from jax import lax
 from slow_devices import first_devices, thin_cluster
@@ -35,9 +36,13 @@ from hapsynth.targets import (
 from hapsynth.targets.target_process import compile_in_this_process, compiled_of
 
 CUDA = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if util.find_spec(name)]
-needs_wheels = pytest.mark.skipif(not CUDA, reason="XLA's CUDA compiler is not installed: hapsynth[aot12] or [aot13]")
+without = pytest.mark.skipif(not CUDA, reason="XLA's CUDA compiler is not installed: hapsynth[aot12] or [aot13]")
 CARDS = ["A100-80GB", "H100-80GB"]
 W, X = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+
+
+def needs_wheels(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.needs_wheels(without(test))
 
 
 def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -263,6 +268,28 @@ def test_stages_in_a_loop_run_in_every_trip(monkeypatch: pytest.MonkeyPatch) -> 
     assert sorted(compiled.runs[-len(compiled.sent) :]) == [1, 15]
     monkeypatch.setattr(target_process, "replay", lambda *_: Replay(kernels=1))
     assert saved.replayed(compiled).kernels == sum(compiled.runs)
+
+
+# Of examples/mlp.py `step` has the ops. Batch and width are those of the examples: else nothing is worth sending.
+EXAMPLES: dict[str, dict[str, Any]] = {"cnn": {"channels": (32, 64)}, "transformer": {"layers": 1}}
+
+
+def smaller(name: str) -> Any:
+    module = example(name)
+    fn, arguments = module.target_for(module.Config(**EXAMPLES[name]))
+    return fn, arguments, {}
+
+
+@needs_wheels
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_compiled_for_two_cards(name: str) -> None:
+    fn, arguments, _ = smaller(name)
+    cluster = Cluster.load(Path(__file__).parents[2] / "examples" / "clusters" / "mixed8.toml")
+    plan = hapsynth.synthesize(fn, arguments, cluster, leave_out=False)
+    found = compile_for(plan, ["V100-16GB", "H100-80GB"], form="switch", source=partial(smaller, name))
+    assert [t.error for t in found] == ["", ""]
+    assert found[0].collectives
+    assert not collectives_differ(found)
 
 
 @needs_wheels
