@@ -61,6 +61,8 @@ def test_every_page_with_code_is_run_or_is_named_as_a_sketch() -> None:
 def test_the_listing_of_the_readme_runs(here: Path) -> None:
     (listing,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert sum(bool(line.strip()) for line in listing.splitlines()) <= 22
+    if "HAPSYNTH_LISTING_RUNS" in os.environ:
+        pytest.skip(".ci/run has it run with the wheel")
     (here / "listing.py").write_text(listing + "\nassert np.isfinite(value), value\n")
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "listing.py"], cwd=here, env=environment, check=True)
