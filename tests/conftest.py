@@ -2,8 +2,8 @@
 
 Programs run once or twice here, and compiling them took most of the time, so XLA generates code without optimizing it;
 the HLO stays the same. Tests marked `optimized` take XLA's optimizations, HAPSYNTH_OPTIMIZED=1 has all tests take them.
-Bounds of makespans are raised in as few rounds as those of the largest steps are: of steps this small they took most of
-the time of planning. HAPSYNTH_THOROUGH=1 has all rounds.
+Bounds of makespans are raised in few rounds, and orders are perturbed few times: of steps this small they took most of
+the time of planning. HAPSYNTH_THOROUGH=1 has all rounds, and so have tests of what these find (`all_rounds`).
 Generated examples are the same in every run; HAPSYNTH_NEW_EXAMPLES=1 draws new ones. Of many cases a few are gone
 through (`support/thoroughness.py`): all with HAPSYNTH_THOROUGH=1, and where tests are asked for by name (FILE::TEST).
 Processes that tests start find hapsynth compiled to bytecode, and Python's collector of cyclic garbage, a quarter of
@@ -29,6 +29,7 @@ from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.instructions.rules import REGISTRY, extension
 from hapsynth.search.planning.makespan import search
+from hapsynth.search.scheduling import list_schedule
 
 DEVICES = 8
 GPU = os.environ.get("HAPSYNTH_GPU", "")
@@ -54,9 +55,9 @@ if QUICK:
         flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
-ROUNDS = search._ROUNDS_OF_BOUND
+ROUNDS, PERTURBED = search._ROUNDS_OF_BOUND, list_schedule._PERTURBED
 if not THOROUGH:
-    search._ROUNDS_OF_BOUND = ROUNDS[0], ROUNDS[0]
+    search._ROUNDS_OF_BOUND, list_schedule._PERTURBED = (4, 4), 10
 
 # Tests of planning plan.
 os.environ["HAPSYNTH_CACHE_DIR"] = "off"
@@ -92,8 +93,9 @@ def eight_devices() -> list[jax.Device]:
 
 @pytest.fixture
 def all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds of makespans are raised in as many rounds as in a user's search."""
+    """Bounds of makespans are raised in as many rounds, and orders perturbed as often, as in a user's search."""
     monkeypatch.setattr(search, "_ROUNDS_OF_BOUND", ROUNDS)
+    monkeypatch.setattr(list_schedule, "_PERTURBED", PERTURBED)
 
 
 @pytest.fixture(autouse=True)

@@ -126,6 +126,7 @@ def test_makespans_are_sought_once_memory_was_found_to_be_short() -> None:
     assert planner.makespan_bound > 0
 
 
+@pytest.mark.usefixtures("all_rounds")
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_bound_is_certified_whatever_ways_conversions_go(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By each branch, or where there is no time by all programs at once, also after an interruption; the search is left

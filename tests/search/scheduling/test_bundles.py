@@ -220,6 +220,7 @@ def test_bundles_and_orders_are_near_the_best_of_all(seed: int) -> None:
     assert found.makespan_s == simulate(found.tasks, found.order).makespan_s
 
 
+@pytest.mark.usefixtures("all_rounds")
 @pytest.mark.parametrize("seed", range(6))
 def test_local_search_shortens_orders_and_is_the_same_each_time(seed: int) -> None:
     """Of a random order of random tasks; what is proved to be the best stays as it is."""

@@ -169,6 +169,7 @@ def test_gradients_of_weights_go_out_during_the_backward_pass() -> None:
     assert schedule(tasks).makespan_s == 8 == least_makespan(tasks)
 
 
+@pytest.mark.usefixtures("all_rounds")
 def test_part_of_what_can_wait_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients computed as they come leave nothing to compute while the last activations are sent, and those that all
     wait leave the link idle before."""
