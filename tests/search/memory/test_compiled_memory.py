@@ -100,7 +100,7 @@ def test_values_are_those_of_any_order() -> None:
 # ---- a state that is made cut
 
 
-LAYERS, WIDE = 6, 128
+LAYERS, WIDE = 4, 128
 KEY = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
 
 
