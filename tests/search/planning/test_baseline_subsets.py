@@ -135,13 +135,21 @@ def experts() -> tuple[models.Target, Traced]:
     return target, trace(*target)
 
 
+FAST_TWO = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=1e9)
+
+
+@cache
+def of_experts() -> tuple[Baselines, dict[str, Baseline]]:
+    known = Baselines(Task(experts()[1].graph, FAST_TWO))
+    return known, known.all()
+
+
 def test_experts_lie_apart_and_the_rest_as_in_its_system() -> None:
     _, traced = experts()
-    known = Baselines(Task(traced.graph, slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=1e9)))
+    known, found = of_experts()
     paths = dict(zip(traced.graph.inputs, traced.in_paths, strict=True))
     assert {paths[v].split("['block1']")[-1] for v in known.expert_dims} == {"['up']", "['down']"}
     assert set(known.expert_dims.values()) == {0}
-    found = known.all()
     assert list(found) == [*NAMES, *EXPERTS]
     for name in EXPERTS:
         b = found[name]
@@ -167,10 +175,9 @@ def test_without_experts_there_is_no_expert_parallelism() -> None:
 @pytest.mark.parametrize("name", EXPERTS)
 def test_expert_parallelism_computes_the_step(name: str) -> None:
     (fn, _), traced = experts()
-    cluster = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=1e9)
-    b = Baselines(Task(traced.graph, cluster)).all([name])[name]
+    b = of_experts()[1][name]
     mesh = Mesh(np.array(jax.devices()[:4]), ("devices",))
-    plan = Plan(traced, b.result([kind.memory for kind in cluster.devices]), cluster, mesh, fn)
+    plan = Plan(traced, b.result([kind.memory for kind in FAST_TWO.devices]), FAST_TWO, mesh, fn)
     plan.check()
 
 

@@ -55,6 +55,24 @@ class Traffic(NamedTuple):
     tensors: int
 
 
+class OnDemand(Mapping[str, Baseline]):
+    """The baselines of a task, each planned when it is first asked for."""
+
+    def __init__(self, task: Task) -> None:
+        self._of, self._known = Baselines(task), dict[str, Baseline]()
+
+    def __getitem__(self, name: str) -> Baseline:
+        if name not in self._known:
+            self._known |= self._of.all([name])
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._of.names)
+
+    def __len__(self) -> int:
+        return len(self._of.names)
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """An example at one size with its baselines."""
@@ -87,8 +105,7 @@ def case(name: str, on: str = "even8", *, full: bool = False) -> Case:
     fn, args = module.target_for(config)
     traced = trace(fn, args)
     task = Task(traced.graph, cluster(on) if full else quick(cluster(on)), PlanningOptions(lowering=ALONE))
-    baselines = Baselines(task).all()
-    return Case(module, config, fn, args, traced, task, baselines)
+    return Case(module, config, fn, args, traced, task, OnDemand(task))
 
 
 def mesh() -> Mesh:
