@@ -322,6 +322,7 @@ def test_a_shell_completes_commands_options_and_choices() -> None:
     assert completed("search", "--form", "s") == {"switch", "staged"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("extra", [[], ["--json", "-"]])
 def test_whoever_reads_the_report_may_leave(extra: list[str], files: Path) -> None:
     """As `| head` does: what is to be written is, and the exit status is the command's own."""

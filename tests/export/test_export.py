@@ -34,7 +34,7 @@ from hapsynth.cli.main import main
 from hapsynth.instructions.testing.example_arguments import random_arguments
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
-LARGER = ("transformer", "mixed8"), ("cnn", "mixed8")
+MORE = ("mlp", "even8"), ("transformer", "mixed8"), ("cnn", "mixed8")
 """With HAPSYNTH_THOROUGH=1."""
 EXAMPLES = {
     "mlp": mlp.target_for(mlp.Config(batch=16384, features=128, hidden=(256,))),
@@ -96,7 +96,7 @@ def test_draws_in_blocks() -> None:
 def test_examples_run_without_hapsynth(tmp_path: Path) -> None:
     """Two steps of each, in a process of its own, which takes the first's state on."""
     expected: dict[str, Any] = {}
-    for name, cluster in (("mlp", "mixed8"), ("mlp", "even8"), *(LARGER if THOROUGH else ())):
+    for name, cluster in (("mlp", "mixed8"), *(MORE if THOROUGH else ())):
         fn, structs = EXAMPLES[name]
         on = hapsynth.Cluster.load(CLUSTERS / f"{cluster}.toml")
         plan = hapsynth.synthesize(fn, structs, first_devices(8), cluster=on, leave_out=False)
