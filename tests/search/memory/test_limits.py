@@ -14,6 +14,7 @@ import optax
 import pytest
 from graphs import cluster, random_graph
 from pairwise_problems import random_problem
+from thoroughness import THOROUGH
 
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
@@ -124,7 +125,7 @@ def test_no_program_holds_less_than_the_bound_counts(make: Callable[[], Graph], 
     free = builder.problem()
     rng = np.random.default_rng(devices)
     nearest = 0.0
-    for _ in range(30):
+    for _ in range(30 if THOROUGH else 20):
         # Some program: the cheapest at costs of no meaning.
         odd = Problem(tuple(u + rng.random(u.size) * rng.choice([1e-6, 1.0]) for u in free.unary), free.edges)
         chosen = solve(odd, tolerance=1e-2, max_nodes=2000).assignment
