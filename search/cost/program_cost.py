@@ -140,7 +140,7 @@ def in_fewest_collectives(program: Program, costs: CostModel) -> Program:
     for at, first in enumerate(program.instructions):
         if not isinstance(first, Convert) or first.value in around or (first.value, first.target) in ends:
             continue
-        nexts = readers.get((first.value, first.target), ())
+        nexts = readers.get((first.value, first.target), [])
         second = program.instructions[nexts[0]] if len(nexts) == 1 else None
         if (
             isinstance(second, Convert)
