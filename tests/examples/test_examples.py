@@ -67,7 +67,7 @@ def test_the_loss_falls(name: str) -> None:
     module = example(name)
     config = module.Config(**TINY[name], learning_rate=1e-2)
     step = jax.jit(module.make_step(config))
-    state, batch = start(module, config)
+    state, batch = start(module, module.Config(**TINY[name]))
     losses = []
     for _ in range(8):
         state, loss = step(state, batch)

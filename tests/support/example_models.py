@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ def example(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
+@cache
 def start(module: ModuleType, config: Any) -> tuple[Any, Any]:
     """Real arguments of a step; jitted, because many small eager ops would compile one by one."""
     return (

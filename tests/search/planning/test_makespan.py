@@ -550,8 +550,8 @@ def test_makespan_and_bound_are_with_contention() -> None:
 
 def test_fewer_collectives_are_sent_where_each_is_late() -> None:
     sent = list[int]()
-    for delay in (0.0, 1e-3):
-        task, found = on_two(contention_delay=delay)
+    for figures in ({}, {"contention_delay": 1e-3}):
+        task, found = on_two(**figures)
         tasks = tasks_of(found.program, found.sizes, task.costs)
         assert simulate(tasks, range(len(tasks.machine))).makespan_s == found.cost_s >= found.lower_bound_s
         assert simulate(replace(tasks, delay=None), range(len(tasks.machine))).makespan_s <= found.cost_s
