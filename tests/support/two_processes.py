@@ -3,9 +3,12 @@ only one, and ends them too."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +17,26 @@ from types import MappingProxyType
 from hapsynth.rendezvous.address import COORDINATOR, free_ports
 
 ROOT = Path(__file__).parents[2]
+
+# JAX takes seconds to import, so it is imported once and the two are forked, before any backend starts.
+FORK = """
+import json, os, sys
+import jax, hapsynth.plan
+code, arguments, outputs = json.loads(sys.argv[1])
+pids = []
+for given, output in zip(arguments, outputs):
+    pids.append(os.fork())
+    if not pids[-1]:
+        file = os.open(output, os.O_WRONLY)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.argv[1:] = given
+        break
+if pids[-1]:
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+else:
+    exec(code)
+"""
 
 
 def run_two(
@@ -25,15 +48,17 @@ def run_two(
     # As in the tests' own process, to compile in less time.
     quick = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     env = {**os.environ, **quick, COORDINATOR: address, "PYTHONPATH": paths, **environment}
-    run = [sys.executable, "-c", textwrap.dedent(code)]
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        for i in range(2):
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
-            processes.append(subprocess.Popen([*run, *arguments(address, i)], **pipes))
-        said = [p.communicate()[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert [p.returncode for p in processes] == [0, 0], said
+    with tempfile.NamedTemporaryFile("r") as first, tempfile.NamedTemporaryFile("r") as second:
+        outputs = first, second
+        told = textwrap.dedent(code), [arguments(address, i) for i in range(2)], [file.name for file in outputs]
+        run = [sys.executable, "-c", FORK, json.dumps(told)]
+        process = subprocess.Popen(run, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
+        try:
+            statuses = process.communicate()[0]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        said = [file.read() for file in outputs]
+    assert json.loads(statuses) == [0, 0], said
     return said
