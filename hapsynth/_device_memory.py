@@ -21,7 +21,7 @@ def free(device: Any) -> int:
 
 
 def pool(device: Any) -> int:
-    """Bytes of which an accelerator's allocator gives out all that it does, -1 where that can't be told."""
+    """Bytes that an accelerator's allocator may give out in all, -1 where that can't be told."""
     return int((device.memory_stats() or {}).get("bytes_limit", -1))
 
 

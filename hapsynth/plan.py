@@ -112,10 +112,10 @@ class Plan(Planned, Generic[P, R]):
         stored = self.arguments.place(lowered, leaves)
         before_call(self, stored, donate)
         # What was found there may have changed the form, not how things are stored.
-        lowered = self.lowered_for(donate)
-        lowered.recording = self._recording
         returned = False
         try:
+            lowered = self.lowered_for(donate)
+            lowered.recording = self._recording
             made = lowered(stored)
             returned = True
         except Exception as error:

@@ -55,7 +55,7 @@ class Probe:
         """Of all that the devices, of these numbers in the mesh, compute; nothing where one has no room."""
         plan = self.plan
         room = {device: self._room(device, number) for device, number in numbers.items()}
-        # Else it need not be compiled.
+        # What holds more than there is by prediction is not compiled.
         if all(plan.result.memory_bytes[plan.devices[numbers[d]]] <= left for d, left in room.items()):
             assert plan.mesh is not None
             options = plan.result.lowering

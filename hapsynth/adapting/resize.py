@@ -32,7 +32,7 @@ def best_sizes(
 
     Raises ProgramError where the program has no such sizes.
     """
-    program, classes, overlap = plan.program, classes or plan.sizes.classes, plan.result.overlap
+    program, classes, overlap = plan.program, classes or plan.sizes.classes, plan.scheduled
     # At other sizes collectives last otherwise: about as long at the plan's as at those that are found.
     under_way = plan.timeline.under_way if overlap else {}
     sizer = Sizer(program, classes, costs, FixedRatios(named=dict(pinned or {})), under_way=under_way)

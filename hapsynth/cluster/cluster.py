@@ -331,7 +331,7 @@ class Cluster:
         return replace(self, devices=pick(self.devices), hosts=hosts, axes=axes, collectives=measured)
 
     def along(self, axes: Sequence[tuple[str, int]]) -> "Cluster":
-        """Of a mesh's axes, where these are several and its own one; itself where they are as long as its own, or one.
+        """The cluster along a mesh's axes, where the mesh has several and it has one; else as it is.
         Raises ClusterError where both have several, and others."""
         given, own = ([(axis, size) for axis, size in of if size > 1] for of in (axes, self.axes))
         if len(given) < 2 or [size for _, size in given] == [size for _, size in own]:
@@ -347,11 +347,12 @@ class Cluster:
 
     def misplaced(self, device_kinds: Sequence[str]) -> str | None:
         """What is wrong where a device's kind is described at another's place: `device_kinds` are what JAX calls the
-        devices, in the cluster's order; None where nothing is. A kind that none of them is stands for what it likes."""
+        devices, in the cluster's order; None where nothing is. One kind may be described as another, as a careful
+        description does, where the cluster has none of it."""
         found = [models_by_jax_name().get(name, name) for name in device_kinds]
         described = [model_of(kind) for kind in self.devices]
         for i, (actual, planned) in enumerate(zip(found, described, strict=True)):
-            if actual != planned and planned in found:
+            if actual != planned and planned in found and actual in described:
                 return (
                     f"device {i} of the mesh is a {device_kinds[i]}, and cluster {self.name!r} has a {planned} in its "
                     f"place, as device {found.index(planned)} of the mesh is: shares would go to the wrong devices; "

@@ -81,7 +81,7 @@ class Launch:
                 "OMPI_COMM_WORLD_LOCAL_RANK": str(i),
                 "PYTHONUNBUFFERED": "1",
                 **({"JAX_LOCAL_DEVICE_IDS": shares[i]} if shares else {}),
-                **(_xla_flags() if gpus else {}),
+                **(_unshared() if gpus else {}),
             }
             for i in range(self.here)
         ]
@@ -392,7 +392,7 @@ def _gpus() -> int:
     return len(nodes) if visible is None else _listed_gpus(visible)
 
 
-def _xla_flags() -> dict[str, str]:
+def _unshared() -> dict[str, str]:
     """XLA_FLAGS by which programs of the user's own compile among GPUs of several kinds, too (`_jax.UNSHARED`); those
     of a file, and what the user says of it, stay."""
     flags = os.environ.get("XLA_FLAGS", "").strip()

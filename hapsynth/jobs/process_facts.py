@@ -40,8 +40,8 @@ _CACHE = (
 )
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MOST_TYPES = 64
-_GIVES_BACK_S, _RISES = 0.05, 1 << 20
-"""Between two looks at the memory that is free, and the bytes of which there must be more meanwhile to look again."""
+_SETTLES_S, _GIVES_BACK_S, _RISES = 2.0, 0.05, 1 << 20
+"""At most, and between two looks at the memory that is free; bytes by which it must have risen to look again."""
 _LONGEST = 200
 """Characters of a collective that are told."""
 _SAMPLE, _ROUNDING = 32, 1e-3
@@ -172,10 +172,10 @@ def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
 
 
 def _settled(free: Callable[[], int]) -> int:
-    """The bytes that are free when they rise no more: temporaries of a program that has ended are given back one after
-    another, of 0.6 GB in 0.15 s."""
-    before, now = -_RISES, free()
-    while now >= before + _RISES:
+    """The bytes that are free when they rise no more, or after two seconds: temporaries of a program that has ended are
+    given back one after another, of 0.6 GB in 0.15 s."""
+    before, now, began = -_RISES, free(), time.monotonic()
+    while now >= before + _RISES and time.monotonic() < began + _SETTLES_S:
         time.sleep(_GIVES_BACK_S)
         before, now = now, free()
     return now

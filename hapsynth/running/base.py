@@ -88,6 +88,8 @@ class Planned(ABC):
         self._asked: Form = form
         self._asked_overlap = overlap or result.overlap
         self._recording = False
+        self._no_room = ""
+        """Why overlap that was asked for does not fit."""
         self._forms: dict[bool, Lowered | Staged] = {}
         """The compiled form by whether it consumes carried state."""
         self.arguments = Arguments(traced)
@@ -121,7 +123,7 @@ class Planned(ABC):
         needed, room = nbytes(held[over[0]]), nbytes(limits[over[0]])
         text = f"overlap is asked for, and would need {needed} on device {over[0]}, which has {room}: it runs without"
         warn_user(text, OverlapWarning)
-        self._asked_overlap = False
+        self._asked_overlap, self._no_room = False, f"device {over[0]} has no room for it"
         # It was chosen for overlap.
         del self._form
 
@@ -361,7 +363,7 @@ class Planned(ABC):
         """Why collectives can't run beside computing here; empty where they can."""
         if self.mesh is None:
             return "the plan was made without its devices"
-        return no_overlap(self.form, self.mesh, self.sizes)
+        return self._no_room or no_overlap(self.form, self.mesh, self.sizes)
 
     @property
     def donate(self) -> bool:

@@ -57,6 +57,10 @@ def write_object(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
+_OF_OTHERS = ("inexact_inputs", "selecting_outputs")
+"""What a graph knows of other functions with the same state."""
+
+
 def function_to_dict(traced: Traced) -> dict[str, Any]:
     """What a plan says of its function."""
     graph = traced.graph
@@ -68,7 +72,7 @@ def function_to_dict(traced: Traced) -> dict[str, Any]:
         "ops": [op.name for op in graph.ops],
         "carry": [list(pair) for pair in graph.carry],
         "kept": list(graph.kept),
-        **({"inexact_inputs": list(graph.inexact_inputs)} if graph.inexact_inputs else {}),
+        **{name: list(told) for name in _OF_OTHERS if (told := getattr(graph, name))},
         "runs": [r.count for r in graph.regions[1:]],
         **({} if graph.again is None else {"again": {"at": graph.again.at, "ops": list(graph.again.ops)}}),
     }
@@ -297,12 +301,15 @@ def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
     for i, o in carry:
         if not (0 <= i < len(graph.inputs) and 0 <= o < len(graph.outputs)):
             raise PlanError(f"the carry {[i, o]} names no input and output; {_AGAIN}")
-    persistent, inexact = (tuple(_integer(i) for i in saved.get(what, ())) for what in ("kept", "inexact_inputs"))
-    for i in (*persistent, *inexact):
-        if not 0 <= i < len(graph.inputs):
-            raise PlanError(f"it keeps input {i}, and there are {len(graph.inputs)}; {_AGAIN}")
-    if (carry, persistent, inexact) != (graph.carry, graph.kept, graph.inexact_inputs):
-        graph = dataclasses.replace(graph, carry=carry, kept=persistent, inexact_inputs=inexact)
+    told: dict[str, tuple[int, ...]] = {}
+    for name in ("kept", *_OF_OTHERS):
+        there = len(graph.outputs if name == "selecting_outputs" else graph.inputs)
+        told[name] = tuple(_integer(i) for i in saved.get(name, ()))
+        for i in told[name]:
+            if not 0 <= i < there:
+                raise PlanError(f"its {name} names {i}, and there are {there}; {_AGAIN}")
+    if carry != graph.carry or any(told[name] != getattr(graph, name) for name in told):
+        graph = dataclasses.replace(graph, carry=carry, **told)
     if graph.fingerprint != saved["fingerprint"]:
         raise PlanError(
             f"this plan is of another function: fingerprint {saved['fingerprint']}, and this one's is "

@@ -67,12 +67,13 @@ class JointPlanner:
         everyone = tuple(range(self.cluster.n))
         known = {n: r.bounds or {everyone: r.joint_lower_bound_s} for n, r in self.alone.items()}
         subsets = dict.fromkeys(devices for bounds in known.values() for devices in bounds)
+        works = {n: IdealWorkBound(tasks[n].choices, tasks[n].costs) for n in called}
 
         def bound(name: str, subset: tuple[int, ...]) -> float:
             """Also on devices that only another function's search looked at."""
             if subset in known[name]:
                 return known[name][subset]
-            work = IdealWorkBound(tasks[name].choices, tasks[name].costs)
+            work = works[name]
             return (work.makespan_on if self.options.overlap else work.on)(self.cluster.subset(subset))
 
         self._bounds = {s: sum(self.weights[n] * bound(n, s) for n in called) for s in subsets}

@@ -160,8 +160,7 @@ class CostModel:
     @cached_property
     def fastest(self) -> Mask:
         """Which devices are of the kind with the greatest rate, the first such."""
-        rates = self.rate("float32")
-        return self.kind_of == self.kind_of[int(np.argmax(rates))]
+        return self.kind_of == self.kind_of[int(np.argmax(self.speed))]
 
     def speeds(self, op_class: str, dtype: str) -> Speeds:
         """How long each device takes over the flops of ops of a class and dtype."""

@@ -137,11 +137,12 @@ def in_fewest_collectives(program: Program, costs: CostModel) -> Program:
             readers.setdefault(held, []).append(at)
     ends = {*zip(graph.outputs, program.outputs, strict=True)}
     instructions: list[Instruction | None] = [*program.instructions]
-    for at, first in enumerate(program.instructions):
+    for at in range(len(instructions)):
+        first = instructions[at]
         if not isinstance(first, Convert) or first.value in around or (first.value, first.target) in ends:
             continue
         nexts = readers.get((first.value, first.target), [])
-        second = program.instructions[nexts[0]] if len(nexts) == 1 else None
+        second = instructions[nexts[0]] if len(nexts) == 1 else None
         if (
             isinstance(second, Convert)
             and (second.axis, second.region) == (first.axis, first.region)

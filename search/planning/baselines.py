@@ -431,9 +431,9 @@ class Baselines:
 
     def choices_of(self, space: ChoiceSpace) -> list[Ints]:
         """Data parallelism, ZeRO-2 and ZeRO-3 as choices of another choice space, those that it has."""
-        zero2 = self._zero12(reduced_whole=False)
+        zero2, agreed = self._zero12(reduced_whole=False), space.agreed_axes
         solved = (
-            self._chosen(ChoiceSpace(self.graph, self.table, restriction))
+            self._chosen(ChoiceSpace(self.graph, self.table, restriction, agreed_axes=agreed))
             for restriction in (self._data_parallel(), zero2, self._zero3())
         )
         return [found for builder, chosen in solved if (found := space.alike(builder.structure, chosen)) is not None]
@@ -447,12 +447,14 @@ class Baselines:
         ratios = Ratios(self.graph, self.table, np.full(self.costs.n, 1.0 / self.costs.n))
         builder = ProblemBuilder(structure, self.costs, ratios)
         solution = solve(builder.problem(), tolerance=1e-4)
+        if solution.interrupted:
+            raise KeyboardInterrupt
         if solution.assignment is not None:
             return builder, solution.assignment
         # Some weight's cut dimension meets no op that takes it cut (a flattened image): it may be gathered.
         free = replace(structure.restriction, convertible=None)
         assert structure.restriction.convertible is not None, "with every conversion the replicated program is there"
-        return self._chosen(type(structure)(self.graph, self.table, free))
+        return self._chosen(type(structure)(self.graph, self.table, free, agreed_axes=structure.agreed_axes))
 
     def sized(self, solved: Solved, batch: Floats, rest: Floats, *, experts: bool = False) -> Baseline:
         """A program with its batch, and `experts`, and with everything else cut by these fractions; in the order that

@@ -153,9 +153,13 @@ class CandidateBuilder:
     def in_fewest_collectives(self, builder: ProblemBuilder, candidate: Candidate) -> Candidate | None:
         """The program that choices are at a builder's ratios, with collectives in a row as one; None where it has
         none."""
+        if len(self.costs.axes) > 1:
+            # Bounds are of programs whose conversions go the cheapest ways then.
+            return None
         program = in_fewest_collectives(candidate.program, self.costs)
         if program is candidate.program or candidate.choices is None:
             return None
+        program = by_cheapest_steps(program, candidate.sizes, self.costs)
         classes = Classes.build(self.costs.graph, program, self.costs.table)
         solution = Solution(candidate.choices, np.inf, 0.0, 0, 0, "gap")
         return self._sized(program, classes, builder, solution, as_assumed=True)

@@ -157,8 +157,8 @@ class Planner:
         return self.cost
 
     def explore_makespans(self) -> float:
-        """The least makespan in a first look from the best program so far, or that program's where there is no time for
-        one; inf where there is none."""
+        """The makespan of the best program of a first look from that of the least sum, scheduled as in the end; of that
+        of the least sum itself where there is no time for a look, inf where there is none."""
         best = self._incumbent.best
         if best is None:
             return np.inf

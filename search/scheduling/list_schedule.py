@@ -53,17 +53,24 @@ def schedule(
     """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
     and no other bundles than those that suggest themselves where it takes longer than `bar` seconds with them. Once it
     is `stopped` it is as with `quick`, or the best until then."""
+    if not quick:
+        return iterated(sought(tasks, stopped), stopped)
+    return _quick(_of_best_order(tasks.contracted(), quick=True), bar, stopped)
+
+
+def sought(tasks: TaskGraph, stopped: Callable[[], bool] = never) -> Timeline:
+    """As `schedule`, but for its local search in the end."""
     order = _of_best_order(tasks.contracted(), quick=True)
+    best = refined(_quick(order, np.inf, stopped), stopped)
+    if stopped() or _is_proved(best):
+        return best
+    # Where latency is much of what is sent, as in data parallelism over a fast network, these end better.
+    return min(best, refined(_reordered(rebundled(bundled(order), stopped=stopped)), stopped), key=_makespan)
+
+
+def _quick(order: Timeline, bar: float, stopped: Callable[[], bool]) -> Timeline:
     found = _bundled_as_sent(order)
-    if found.makespan_s <= bar:
-        found = _reordered(rebundled(found, stopped=stopped))
-    if quick:
-        return found
-    best = refined(found, stopped)
-    if not stopped() and not _is_proved(best):
-        # Where latency is much of what is sent, as in data parallelism over a fast network, these end better.
-        best = min(best, refined(_reordered(rebundled(bundled(order), stopped=stopped)), stopped), key=_makespan)
-    return iterated(best, stopped)
+    return _reordered(rebundled(found, stopped=stopped)) if found.makespan_s <= bar else found
 
 
 def _reordered(timeline: Timeline) -> Timeline:

@@ -46,7 +46,9 @@ def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Mak
 def _usual(search: FixedRatioSearch) -> list[Ints]:
     """What people run today as choices: a search that is led by weights comes upon it late, and it may be the best."""
     space, task = search.choices, search.task
-    return space.once("usual", lambda: Baselines(task).choices_of(space) if space.axes == 1 else [])
+    if space.axes > 1 or task.cluster.n == 1 or search.clock.late():
+        return []
+    return space.once("usual", lambda: Baselines(task).choices_of(space))
 
 
 def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:

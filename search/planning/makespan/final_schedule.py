@@ -22,7 +22,7 @@ from hapsynth.search.planning.makespan.clocks import clocks
 from hapsynth.search.planning.makespan.search import MakespanSearch, Scheduled
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
-from hapsynth.search.scheduling.list_schedule import iterated, ordered, refined, schedule
+from hapsynth.search.scheduling.list_schedule import iterated, ordered, sought
 from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, program_timeline
 
@@ -122,12 +122,12 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Tried | None:
     none. Where time has run out it is the order that it has, or the best until then."""
     candidate, costs, late = known.candidate, search.task.costs, search.clock.late
     timed = partial(_timed, sizes=candidate.sizes, search=search)
-    ways = [(candidate.program, refined(known.timeline, late))]
+    again = lambda program: sought(tasks_of(program, candidate.sizes, costs, dominated=False), late)
+    ways = [(candidate.program, known.timeline if late() else again(candidate.program))]
     if not late():
         together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
         if together is not candidate.program:
-            tasks = tasks_of(together, candidate.sizes, costs, dominated=False)
-            ways.append((together, refined(schedule(tasks, quick=True), late)))
+            ways.append((together, again(together)))
     fitting = [
         Tried(known, steps, timeline, overlapped)
         for steps, timeline in ways

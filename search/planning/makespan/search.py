@@ -92,9 +92,11 @@ weights, and with these comes to 589."""
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """A program in an order. `path`: what makes it as long as it is."""
+    """A program in an order. `chosen`: what its choices are, of which it may be a form in fewer collectives; `path`:
+    what makes it as long as it is."""
 
     seen: Seen
+    chosen: Candidate
     candidate: Candidate
     timeline: Timeline
     path: list[Step]
@@ -147,6 +149,7 @@ class MakespanSearch:
         """Which together have all programs."""
         self._at = self._whole
         """Where rounds are made."""
+        self._certified = False
         self._by_level = False
         """Whether rounds are at near weights (the level method), for the bound."""
         self._schedule(self._see(begin), first, tasks)
@@ -216,7 +219,7 @@ class MakespanSearch:
 
     def certify(self) -> None:
         """Bounds are from now on those of all programs, whatever ways their conversions go. None is sought any more."""
-        if self._chain_costs.certain:
+        if self._certified:
             return
         # First, so that none outlasts an interruption.
         for branch in self.branches:
@@ -230,6 +233,7 @@ class MakespanSearch:
         level, self._by_level = self._by_level, True
         try:
             self._certify_branches()
+            self._certified = True
         finally:
             self._at, self._by_level = self._whole, level
 
@@ -332,7 +336,7 @@ class MakespanSearch:
         assumed = ratios.sizes_of(candidate.sizes.classes) if ratios else None
         if assumed is None or assumed.shares != candidate.sizes.shares:
             return 0.0
-        return self.bound - max(self.builder.problem().cost(known.seen.choices) - candidate.cost, 0.0)
+        return self.bound - max(self.builder.problem().cost(known.seen.choices) - known.chosen.cost, 0.0)
 
     def joint_bound(self, parts: Floats) -> float:
         """Seconds that every program takes at least at any ratios, by the chains and weights of the best bound.
@@ -393,13 +397,13 @@ class MakespanSearch:
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
         """As its choices say, and in fewer collectives where some are in a row."""
         bar = self.best.makespan_s * PROMISING if self.best else np.inf
-        self._keep(seen, candidate, schedule(tasks, quick=True, bar=bar))
+        self._keep(seen, candidate, candidate, schedule(tasks, quick=True, bar=bar))
         fewer = self.search.maker.in_fewest_collectives(self.builder, candidate)
         if fewer is not None:
-            self._keep(seen, fewer, schedule(_undominated_tasks(fewer, self.costs), quick=True, bar=bar))
+            self._keep(seen, candidate, fewer, schedule(_undominated_tasks(fewer, self.costs), quick=True, bar=bar))
 
-    def _keep(self, seen: Seen, candidate: Candidate, timeline: Timeline) -> None:
-        found = Scheduled(seen, candidate, timeline, critical_path(timeline))
+    def _keep(self, seen: Seen, chosen: Candidate, candidate: Candidate, timeline: Timeline) -> None:
+        found = Scheduled(seen, chosen, candidate, timeline, critical_path(timeline))
         self.scheduled.append(found)
         if (self.best is None or found.makespan_s < self.best.makespan_s) and self._fits(found):
             self.best = found
@@ -486,19 +490,24 @@ class MakespanSearch:
         bound."""
         last = self.seen[-1]
         for place in range(_MIXTURES):
-            ranked = sorted(self.scheduled, key=lambda known: known.makespan_s)
+            ranked = self._ranked()
             if place < len(ranked) and ranked[place].seen is not last:
                 self._look_at_mixture(ranked[place].seen, [last], [*self.chains, *self._paths])
         limiting = sorted(self._limiting(self._at), key=lambda known_and_share: -known_and_share[1])
         for base, _ in limiting[:_BASES]:
             self._look_at_mixture(base, [known for known, _ in limiting if known is not base], self.chains)
 
+    def _ranked(self) -> list[Scheduled]:
+        """The best first, of every choices once."""
+        found = {id(known.seen): known for known in sorted(self.scheduled, key=lambda known: -known.makespan_s)}
+        return sorted(found.values(), key=lambda known: known.makespan_s)
+
     def relink(self) -> None:
         """Look for better programs between the best one and others that are nearly as good, as they are scheduled (path
         relinking: Glover, Laguna, Martí 2000): with all parts of one, else half of them, and so on. Of what comes up
         the best is kept: the rest is much like it."""
         known, linked = [*self.scheduled], 0
-        for other in sorted(known, key=lambda known: known.makespan_s):
+        for other in self._ranked():
             if self.best is None or linked == _LINKED or self.search.clock.late():
                 break
             part, count = unlike_parts(self.structure, self.best.seen.choices, other.seen.choices)

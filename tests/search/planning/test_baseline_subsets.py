@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from jax.sharding import Mesh
 from slow_devices import slow_cluster
 from thoroughness import THOROUGH
 
+import hapsynth
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced, trace
 from hapsynth.instructions.layout import R, S
@@ -23,6 +26,7 @@ from hapsynth.search.cost.program_cost import feed_costs, instruction_costs, pro
 from hapsynth.search.planning.baseline_subsets import FAST_KIND, BaselinesOnSubsets, label
 from hapsynth.search.planning.baselines import NAMES, ONE_DEVICE, Baseline, Baselines
 from hapsynth.search.planning.device_subsets import subclusters
+from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.scheduling.timeline import step_seconds
 
@@ -52,6 +56,58 @@ def cost(b: Baseline, cluster: Cluster) -> float:
     alone = cluster if b.devices is None else cluster.subset(b.devices)
     costs = Task(perceptron().graph, alone, PlanningOptions()).costs
     return step_seconds(b.program, b.sizes, costs, overlap=b.overlap)
+
+
+def layers(params: Any, x: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+        h = x
+        for w, b in params:
+            h = jnp.tanh(h @ w + b)
+        return jnp.mean(h**2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def test_a_plan_with_overlap_is_no_slower_than_data_parallelism() -> None:
+    """Whose few large and many small gradients go together: it is the best on the fast half, where a plan that comes
+    upon no such program, or schedules it but quickly, takes a twelfth longer."""
+    cluster, of = Cluster.load(CLUSTERS / "mixed8_100gbit.toml"), jax.ShapeDtypeStruct
+    args = [(of((256, 256), np.float32), of((256,), np.float32))] * 3, of((4096, 256), np.float32)
+    traced = trace(layers, args)
+    (name, best), *_ = sorted(
+        BaselinesOnSubsets(Task(traced.graph, cluster, PlanningOptions(overlap=True)), names=("data_parallel",))
+        .best(overlap=True, each=False)
+        .items(),
+        key=lambda item: item[1].cost_s,
+    )
+    plan = hapsynth.synthesize(layers, args, cluster, overlap=True)
+    assert (best.devices, plan.devices) == ((0, 1, 2, 3),) * 2, name
+    assert plan.cost <= best.cost_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("speeds", [(8.0, 8.0, 1.0, 1.0), (1.0,) * 4])
+def test_what_people_run_today_are_choices_of_a_plan(speeds: tuple[float, ...]) -> None:
+    """Also where what selects elements is computed by one device for all."""
+
+    def chosen(params: Any, x: jax.Array) -> Any:
+        new = layers(params, x)
+        return new, params[0][0][jnp.argmax(x @ new[0][0], axis=1)]
+
+    args = [(np.zeros((64, 64), np.float32), np.zeros(64, np.float32))] * 2, np.zeros((96, 64), np.float32)
+    task = Task(trace(chosen, args, carry=[("[0]", "[0]")]).graph, slow_cluster(speeds, bandwidth=1e9))
+    planner = Planner(task)
+    planner.explore()
+    space, builder = planner._search.choices, planner._search.builder(task.ratios(*task.starts()[0]))
+    found = Baselines(task).choices_of(space)
+    assert len(found) == 3
+    for choices in found:
+        candidate = planner._search.maker.chosen(builder, choices)
+        check(task.graph, candidate.program, candidate.sizes)
+        assert np.isfinite(builder.problem().cost(choices))
+    inputs = [planner._search.maker.chosen(builder, choices).program.inputs for choices in found]
+    state = [task.graph.inputs[i] for i, _ in task.graph.carry]
+    assert all(inputs[0][v] == (R,) for v in state)
+    assert any(inputs[2][v] != (R,) for v in state)
 
 
 @pytest.mark.few(1)
