@@ -54,6 +54,8 @@ if QUICK:
     if jax.__version_info__ < (0, 11):
         flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    # Of processes that tests start, too.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 ROUNDS, PERTURBED = search._ROUNDS_OF_BOUND, list_schedule._PERTURBED
 if not THOROUGH:
@@ -83,6 +85,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 10, 10)
 
 
+def pytest_sessionfinish() -> None:
+    """Nor do those with which Python ends."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices() -> list[jax.Device]:
     """The eight host devices. Fails where there are more or fewer: a test that runs on one proves nothing."""
@@ -100,12 +107,14 @@ def all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
-    """XLA's optimizations for a test marked `optimized`."""
+    """XLA's optimizations for a test marked `optimized`, and processes that it starts."""
     if request.node.get_closest_marker("optimized") is None:
         yield
         return
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
+        yield
     jax.config.update("jax_disable_most_optimizations", QUICK)
 
 

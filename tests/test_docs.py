@@ -57,6 +57,7 @@ def test_every_page_with_code_is_run_or_is_named_as_a_sketch() -> None:
     assert with_code <= {"quickstart", *RUN, *SKETCHES}
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_the_listing_of_the_readme_runs(here: Path) -> None:
     (listing,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

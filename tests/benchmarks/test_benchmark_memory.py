@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_memory.py"
 
 
+@pytest.mark.optimized
 def test_figures_add_up(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     command = [sys.executable, str(SCRIPT), "--clusters", "mixed8", "--tensors", "2", "--json", str(file), "mlp"]

@@ -42,7 +42,7 @@ W, X = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((4096
 
 
 def needs_wheels(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.needs_wheels(without(test))
+    return pytest.mark.optimized(pytest.mark.needs_wheels(without(test)))
 
 
 def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
