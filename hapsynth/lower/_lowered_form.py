@@ -45,11 +45,12 @@ new sizes beside old ones, and what runs under `jax_debug_nans` close over the s
 
 def _placed(constant: Any, storage: Storage) -> _Placed:
     key = (id(constant), *storage.key)
-    # JAX arrays can't change; a NumPy array may be written to later. What lies on several processes is placed by all of
-    # them, and whether another program still has it is each one's own.
-    shared = isinstance(constant, jax.Array) and (constant.is_fully_addressable or constant.is_fully_replicated)
+    # What lies on several processes is placed by all of them together, and whether another program still has it is each
+    # one's own.
+    shared = not isinstance(constant, jax.Array) or constant.is_fully_addressable or constant.is_fully_replicated
     found = _PLACED.get(key) if shared else None
     if found is None:
+        # JAX arrays can't change, so they may be shared; a NumPy array may be written to later.
         found = _Placed(constant, storage.put(constant, copy=not isinstance(constant, jax.Array)))
         if shared:
             _PLACED[key] = found

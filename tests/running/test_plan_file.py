@@ -93,7 +93,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "devices": (lambda d: edit(d, "program", "axes", to=[["hap", 2]]), "for 2 devices and the cluster has 4"),
     "memory": (lambda d: edit(d, "memory_bytes", to=[]), "memory_bytes has 0 entries"),
     "carry": (lambda d: edit(d, "function", "carry", 0, to=[77, 0]), "names no input"),
-    "kept": (lambda d: edit(d, "function", "kept", to=[77]), "keeps input 77, and there are"),
+    "kept": (lambda d: edit(d, "function", "kept", to=[77]), "its kept names 77, and there are"),
     "classes": (lambda d: d["classes"].pop(), "dimension classes"),
     "lowering": (lambda d: edit(d, "lowering", to={"ring": 3}), "'ring' is no lowering option"),
     "threshold": (lambda d: edit(d, "lowering", to={"bundled_bytes": 0.5}), "is 0.5; give an integer"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -131,13 +130,17 @@ def test_makespans_are_sought_once_memory_was_found_to_be_short() -> None:
 def test_a_bound_is_certified_whatever_ways_conversions_go(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By each branch, or where there is no time by all programs at once, also after an interruption; the search is left
     as it was."""
+
+    def press(*_: Any) -> Seen:
+        raise KeyboardInterrupt
+
     given = tiny("two uses", 1e8, 1.5)
     search = MakespanSearch(given.search, given.builder.ratios, np.array(given.search.choices.replicated()))
     search.run(3)
     search.raise_bound()
     best, parts = search.best, len(search.branches)
     with monkeypatch.context() as pressed:
-        pressed.setattr(Seen, "renewed", lambda *_: signal.raise_signal(signal.SIGINT))
+        pressed.setattr(Seen, "renewed", press)
         with pytest.raises(KeyboardInterrupt):
             search.certify()
     assert search.bound == 0
