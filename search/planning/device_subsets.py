@@ -250,10 +250,11 @@ class _OverlappedSubsets:
             devices: self._least.makespan_on(cluster.subset(devices))
             for devices in subclusters(cluster, self.task.costs.speed_of)
         }
-        looks = [self._look(everyone, whole)]
+        looks = [self._look(everyone, whole, np.inf)]
         for devices, bound in sorted(bounds.items(), key=lambda item: (item[1], item[0])):
-            if bound < min(looks).makespan_s * (1 - SETTLED / 2) and not self._late(looks):
-                look = self._attempt(lambda devices=devices: self._look(devices, self._planner(devices)))
+            known_s = min(looks).makespan_s
+            if bound < known_s * (1 - SETTLED / 2) and not self._late(looks):
+                look = self._attempt(lambda d=devices, s=known_s: self._look(d, self._planner(d), s))
                 looks += [look] if look else []
         if not np.isfinite(min(looks).makespan_s):
             looks = [looks[0], *self._squeezed(looks[1:])]
@@ -308,18 +309,18 @@ class _OverlappedSubsets:
 
     def _shrunk(self, look: _Look) -> _Look:
         look.planner.shrink()
-        return self._makespans(look.devices, look.planner)
+        return self._makespans(look.devices, look.planner, np.inf)
 
-    def _look(self, devices: Devices, planner: Planner) -> _Look:
-        """A first look."""
+    def _look(self, devices: Devices, planner: Planner, known_s: float) -> _Look:
+        """A first look, where others found a makespan of so many seconds."""
         if not np.isfinite(planner.explore()) and planner is self.whole:
             planner.shrink()
-        return self._makespans(devices, planner)
+        return self._makespans(devices, planner, known_s)
 
-    def _makespans(self, devices: Devices, planner: Planner) -> _Look:
+    def _makespans(self, devices: Devices, planner: Planner, known_s: float) -> _Look:
         """They take a part of the time that is left."""
         with planner.clock.within(_LOOKING):
-            return _Look(planner.explore_makespans(), devices, planner)
+            return _Look(planner.explore_makespans(known_s), devices, planner)
 
     def _left(self) -> float:
         """Seconds of the time budget; inf without one."""

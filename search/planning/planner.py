@@ -26,6 +26,7 @@ from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.infeasibility import shortage
 from hapsynth.search.planning.joint_refinement import JointRefinement
 from hapsynth.search.planning.makespan import (
+    MOST_GAINED,
     MakespanSearch,
     Overlapped,
     Scheduled,
@@ -156,9 +157,10 @@ class Planner:
             self._unless_interrupted(self._explore, None)
         return self.cost
 
-    def explore_makespans(self) -> float:
-        """The makespan of the best program of a first look from that of the least sum, scheduled as in the end; of that
-        of the least sum itself where there is no time for a look, inf where there is none."""
+    def explore_makespans(self, known_s: float = np.inf) -> float:
+        """The makespan of the best program of a first look from that of the least sum, scheduled as in the end where it
+        may be less than `known_s` seconds then; of that of the least sum itself where there is no time for a look, inf
+        where there is none."""
         best = self._incumbent.best
         if best is None:
             return np.inf
@@ -167,6 +169,8 @@ class Planner:
         if not known:
             return without_what_is_sent(self._search, best).timeline.makespan_s
         if self._looked is None or self._looked[0] is not known:
+            if known.makespan_s > known_s * MOST_GAINED:
+                return known.makespan_s
             seconds = partial(look_s, known, self._search)
             self._looked = known, self._unless_interrupted(seconds, known.makespan_s)
         return self._looked[1]
@@ -182,7 +186,7 @@ class Planner:
         `bar`."""
         if self._makespans is not None:
             self._unless_interrupted(partial(self._makespans.look_again, near, bar), None)
-        return self.explore_makespans()
+        return self.explore_makespans(near)
 
     @property
     def makespan_bound(self) -> float:

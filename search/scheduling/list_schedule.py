@@ -61,11 +61,13 @@ def schedule(
 def sought(tasks: TaskGraph, stopped: Callable[[], bool] = never) -> Timeline:
     """As `schedule`, but for its local search in the end."""
     order = _of_best_order(tasks.contracted(), quick=True)
-    best = refined(_quick(order, np.inf, stopped), stopped)
+    quick = _quick(order, np.inf, stopped)
+    best = refined(quick, stopped)
     if stopped() or _is_proved(best):
         return best
     # Where latency is much of what is sent, as in data parallelism over a fast network, these end better.
-    return min(best, refined(_reordered(rebundled(bundled(order), stopped=stopped)), stopped), key=_makespan)
+    other = _reordered(rebundled(bundled(order), stopped=stopped))
+    return min(best, refined(other, stopped), key=_makespan) if other.makespan_s < quick.makespan_s else best
 
 
 def _quick(order: Timeline, bar: float, stopped: Callable[[], bool]) -> Timeline:

@@ -2,6 +2,7 @@
 
 from hapsynth.search.planning.makespan.conclusion import concluded as concluded
 from hapsynth.search.planning.makespan.conclusion import first_look as first_look
+from hapsynth.search.planning.makespan.final_schedule import MOST_GAINED as MOST_GAINED
 from hapsynth.search.planning.makespan.final_schedule import Overlapped as Overlapped
 from hapsynth.search.planning.makespan.final_schedule import as_it_is as as_it_is
 from hapsynth.search.planning.makespan.final_schedule import look_s as look_s

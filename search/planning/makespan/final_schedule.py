@@ -26,7 +26,7 @@ from hapsynth.search.scheduling.list_schedule import iterated, ordered, sought
 from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, program_timeline
 
-_TRIED, _NEARLY, _MOST_GAINED = 8, 1.01, 1.25
+_TRIED, _NEARLY, MOST_GAINED = 8, 1.01, 1.25
 """Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
 schedules are at most; of those that a search was begun from."""
 
@@ -106,7 +106,7 @@ def best_within_limit(found: MakespanSearch, begun: Sequence[Scheduled]) -> list
             fit(known)
     for known in begun:
         # What sends much of little gains the most by more orders.
-        if not (fitting and search.clock.late()) and not is_tried(known) and known.makespan_s < least * _MOST_GAINED:
+        if not (fitting and search.clock.late()) and not is_tried(known) and known.makespan_s < least * MOST_GAINED:
             fit(known)
     best = min(fitting, key=lambda each: each.makespan_s, default=None)
     if best and best.timeline and not search.clock.late():

@@ -295,8 +295,8 @@ def test_a_budget_with_overlap_leaves_time_for_every_look(monkeypatch: pytest.Mo
     graph, now = trace(strategies.mlp, ARGS).graph, count_looks(monkeypatch)
     explore, looked = Planner.explore_makespans, list[int]()
 
-    def dawdling(self: Planner) -> float:
-        found = explore(self)
+    def dawdling(self: Planner, known_s: float = np.inf) -> float:
+        found = explore(self, known_s)
         looked.append(self.task.cluster.n)
         while not self.clock.late():
             pass
@@ -315,8 +315,8 @@ def test_with_overlap_ctrl_c_while_a_set_has_no_plan_keeps_that_of_all(monkeypat
     graph, looks = trace(strategies.mlp, ARGS).graph, list[float]()
     first_look, explore = Planner.explore_makespans, Planner.explore
 
-    def looked(self: Planner) -> float:
-        looks.append(first_look(self))
+    def looked(self: Planner, known_s: float = np.inf) -> float:
+        looks.append(first_look(self, known_s))
         return looks[-1]
 
     def pressed(self: Planner, bar: float = np.inf) -> float:
