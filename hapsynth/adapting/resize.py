@@ -37,7 +37,9 @@ def best_sizes(
     under_way = plan.timeline.under_way if overlap else {}
     sizer = Sizer(program, classes, costs, FixedRatios(named=dict(pinned or {})), under_way=under_way)
     sizes = agreed(plan.mesh, sizer.best(proportional(costs.speed), limit=plan.memory_limit))
-    under_way = program_timeline(program, sizes, costs).under_way if overlap else {}
+    if not overlap:
+        return sizes, sizer.memory.peak(sizes)
+    under_way = program_timeline(program, sizes, costs).under_way
     return sizes, MemoryProfile(costs.graph, program, classes, costs, under_way).peak(sizes)
 
 

@@ -349,7 +349,8 @@ class Cluster:
         """What is wrong where a device's kind is described at another's place: `device_kinds` are what JAX calls the
         devices, in the cluster's order; None where nothing is. One kind may be described as another, as a careful
         description does, where the cluster has none of it."""
-        found = [models_by_jax_name().get(name, name) for name in device_kinds]
+        models = models_by_jax_name()
+        found = [models.get(name, name) for name in device_kinds]
         described = [model_of(kind) for kind in self.devices]
         for i, (actual, planned) in enumerate(zip(found, described, strict=True)):
             if actual != planned and planned in found and actual in described:

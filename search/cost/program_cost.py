@@ -148,11 +148,10 @@ def in_fewest_collectives(program: Program, costs: CostModel) -> Program:
             and (second.axis, second.region) == (first.axis, first.region)
             and first.is_collective
             and second.is_collective
+            and costs.steps(first.source, second.target, first.axis)
         ):
-            steps = costs.steps(first.source, second.target, first.axis)
-            if steps:
-                whole = Convert(first.value, first.axis, first.source, second.target, first.region)
-                instructions[at], instructions[nexts[0]] = whole.with_step(steps[0]), None
+            instructions[at] = Convert(first.value, first.axis, first.source, second.target, first.region)
+            instructions[nexts[0]] = None
     kept = tuple(i for i in instructions if i is not None)
     return program if len(kept) == len(instructions) else replace(program, instructions=kept, hosts=costs.hosts)
 

@@ -175,7 +175,6 @@ class Baselines:
         other.task, other.devices = self.task.on(cluster), devices
         axes = ((DEFAULT_AXIS, cluster.n),)
         other.costs = self.costs.on(cluster, other.task.memory_budget, axes)
-        other.__dict__.pop("speed", None)
         other.limit = other.task.memory_budget.limit
         return other
 
@@ -207,7 +206,7 @@ class Baselines:
     def _fits(self, program: Program, sizes: Sizes) -> bool:
         return peak(program, sizes, self.costs) <= self.limit
 
-    @cached_property
+    @property
     def speed(self) -> Floats:
         """Fractions of the devices by how fast they run the graph's contractions."""
         return proportional(self.costs.speed)

@@ -114,6 +114,10 @@ def bound_at(cost: float, solution: Solution) -> float | None:
     return solution.lower_bound if known else None
 
 
+def _unproved(choices: Ints) -> Solution:
+    return Solution(choices, np.inf, 0.0, 0, 0, "gap")
+
+
 @dataclass(frozen=True, eq=False)
 class CandidateBuilder:
     """Makes candidates that fit into the devices' room, their classes cut as `fixed_ratios` have it. `left`: seconds
@@ -148,7 +152,7 @@ class CandidateBuilder:
 
     def chosen(self, builder: ProblemBuilder, choices: Ints) -> Candidate:
         """Choices as a program at the ratios that a builder assumes."""
-        return self.make(builder, Solution(choices, np.inf, 0.0, 0, 0, "gap"), as_assumed=True)
+        return self.make(builder, _unproved(choices), as_assumed=True)
 
     def in_fewest_collectives(self, builder: ProblemBuilder, candidate: Candidate) -> Candidate | None:
         """The program that choices are at a builder's ratios, with collectives in a row as one; None where it has
@@ -161,8 +165,7 @@ class CandidateBuilder:
             return None
         program = by_cheapest_steps(program, candidate.sizes, self.costs)
         classes = Classes.build(self.costs.graph, program, self.costs.table)
-        solution = Solution(candidate.choices, np.inf, 0.0, 0, 0, "gap")
-        return self._sized(program, classes, builder, solution, as_assumed=True)
+        return self._sized(program, classes, builder, _unproved(candidate.choices), as_assumed=True)
 
     def _sized(
         self, program: Program, classes: Classes, builder: ProblemBuilder, solution: Solution, as_assumed: bool

@@ -78,13 +78,13 @@ def subclusters(cluster: Cluster, speed_of: SpeedOf = _by_float32) -> list[Devic
     for devices in filter(None, sets):
         found[devices] = None
         for groups in _groupings(cluster, devices) if devices in divided else ():
-            ranked = sorted(groups, key=lambda g: (-sum(speed[d] for d in g), -_way_out(cluster, g), g))
+            ranked = sorted(groups, key=lambda g: (-sum(speed[d] for d in g), -_uplink(cluster, g), g))
             while len(ranked) > 1:
                 ranked = ranked[: (len(ranked) + 1) // 2]
                 found[tuple(sorted(d for group in ranked for d in group))] = None
-        ways = sorted({_way_out(cluster, (d,)) for d in devices}) if devices in divided else []
-        for least in ways[1:FEW]:
-            found[tuple(d for d in devices if _way_out(cluster, (d,)) >= least)] = None
+        uplinks = sorted({_uplink(cluster, (d,)) for d in devices}) if devices in divided else []
+        for least in uplinks[1:FEW]:
+            found[tuple(d for d in devices if _uplink(cluster, (d,)) >= least)] = None
     found.update({(rank.index(k),): None for k in alone})
     found.pop(everyone)
     return list(found)
@@ -107,8 +107,8 @@ class Ranking:
         return tuple(d for d, k in enumerate(self.rank) if k != kind)
 
 
-def _way_out(cluster: Cluster, devices: Devices) -> float:
-    """Bytes per second of the slowest link by which a host of some devices reaches others."""
+def _uplink(cluster: Cluster, devices: Devices) -> float:
+    """Bandwidth of the hosts of some devices to others, of the slowest: bytes per second."""
     return min(cluster.nic(cluster.hosts[d]).bandwidth for d in devices)
 
 

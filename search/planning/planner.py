@@ -32,8 +32,8 @@ from hapsynth.search.planning.makespan import (
     Scheduled,
     as_it_is,
     concluded,
+    final_makespan_s,
     first_look,
-    look_s,
     without_what_is_sent,
 )
 from hapsynth.search.planning.resharding import resharded
@@ -171,7 +171,7 @@ class Planner:
         if self._looked is None or self._looked[0] is not known:
             if known.makespan_s > known_s * MOST_GAINED:
                 return known.makespan_s
-            seconds = partial(look_s, known, self._search)
+            seconds = partial(final_makespan_s, known, self._search)
             self._looked = known, self._unless_interrupted(seconds, known.makespan_s)
         return self._looked[1]
 

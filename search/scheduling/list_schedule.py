@@ -54,11 +54,11 @@ def schedule(
     and no other bundles than those that suggest themselves where it takes longer than `bar` seconds with them. Once it
     is `stopped` it is as with `quick`, or the best until then."""
     if not quick:
-        return iterated(sought(tasks, stopped), stopped)
+        return iterated(improved(tasks, stopped), stopped)
     return _quick(_of_best_order(tasks.contracted(), quick=True), bar, stopped)
 
 
-def sought(tasks: TaskGraph, stopped: Callable[[], bool] = never) -> Timeline:
+def improved(tasks: TaskGraph, stopped: Callable[[], bool] = never) -> Timeline:
     """As `schedule`, but for its local search in the end."""
     order = _of_best_order(tasks.contracted(), quick=True)
     quick = _quick(order, np.inf, stopped)
@@ -85,10 +85,10 @@ def refined(timeline: Timeline, stopped: Callable[[], bool] = never) -> Timeline
     """The best found of more orders and other bundles in turn, with idle time filled; what is left to do once it is
     `stopped` is left out."""
     in_turn, cut_in_turn, with_filled = (partial(f, stopped=stopped) for f in (_in_turn, _cut_in_turn, filled))
-    for improved in (_of_more_orders, _bundled_as_sent, in_turn, cut_in_turn, with_filled, _polished):
+    for step in (_of_more_orders, _bundled_as_sent, in_turn, cut_in_turn, with_filled, _polished):
         if stopped():
             break
-        timeline = improved(timeline)
+        timeline = step(timeline)
     return timeline
 
 

@@ -37,18 +37,18 @@ def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> Mak
     if choices is None:
         return None
     found = MakespanSearch(search, ratios, choices)
-    for known in _usual(search):
+    for known in _baselines(search):
         found.begin_from(known)
     found.run(_FIRST_ROUNDS)
     return found
 
 
-def _usual(search: FixedRatioSearch) -> list[Ints]:
+def _baselines(search: FixedRatioSearch) -> list[Ints]:
     """What people run today as choices: a search that is led by weights comes upon it late, and it may be the best."""
     space, task = search.choices, search.task
     if space.axes > 1 or task.cluster.n == 1 or search.clock.late():
         return []
-    return space.once("usual", lambda: Baselines(task).choices_of(space))
+    return space.once("baselines", lambda: Baselines(task).choices_of(space))
 
 
 def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:

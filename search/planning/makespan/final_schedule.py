@@ -22,7 +22,7 @@ from hapsynth.search.planning.makespan.clocks import clocks
 from hapsynth.search.planning.makespan.search import MakespanSearch, Scheduled
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
-from hapsynth.search.scheduling.list_schedule import iterated, ordered, sought
+from hapsynth.search.scheduling.list_schedule import improved, iterated, ordered
 from hapsynth.search.scheduling.tasks import tasks_of
 from hapsynth.search.scheduling.timeline import Timeline, program_timeline
 
@@ -71,7 +71,7 @@ def without_what_is_sent(search: FixedRatioSearch, best: Candidate) -> Overlappe
     return found
 
 
-def look_s(known: Scheduled, search: FixedRatioSearch) -> float:
+def final_makespan_s(known: Scheduled, search: FixedRatioSearch) -> float:
     """Seconds of a program in the best order found in which it fits. Its quick schedule may take a tenth longer, and
     says little of which devices are the better."""
     again = _within_limit(known, search)
@@ -122,7 +122,7 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Tried | None:
     none. Where time has run out it is the order that it has, or the best until then."""
     candidate, costs, late = known.candidate, search.task.costs, search.clock.late
     timed = partial(_timed, sizes=candidate.sizes, search=search)
-    again = lambda program: sought(tasks_of(program, candidate.sizes, costs, dominated=False), late)
+    again = lambda program: improved(tasks_of(program, candidate.sizes, costs, dominated=False), late)
     ways = [(candidate.program, known.timeline if late() else again(candidate.program))]
     if not late():
         together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)

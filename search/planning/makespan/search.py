@@ -92,8 +92,8 @@ weights, and with these comes to 589."""
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """A program in an order. `chosen`: what its choices are, of which it may be a form in fewer collectives; `path`:
-    what makes it as long as it is."""
+    """A program in an order. `chosen`: the program of its choices, which `candidate` may be in fewer collectives;
+    `path`: what makes it as long as it is."""
 
     seen: Seen
     chosen: Candidate
@@ -150,6 +150,7 @@ class MakespanSearch:
         self._at = self._whole
         """Where rounds are made."""
         self._certified = False
+        """Whether `certify` has come to its end."""
         self._by_level = False
         """Whether rounds are at near weights (the level method), for the bound."""
         self._schedule(self._see(begin), first, tasks)
@@ -218,7 +219,8 @@ class MakespanSearch:
         self._by_level = False
 
     def certify(self) -> None:
-        """Bounds are from now on those of all programs, whatever ways their conversions go. None is sought any more."""
+        """Bounds are from now on those of all programs, whatever ways their conversions go; no program is sought any
+        more."""
         if self._certified:
             return
         # First, so that none outlasts an interruption.
@@ -498,9 +500,11 @@ class MakespanSearch:
             self._look_at_mixture(base, [known for known, _ in limiting if known is not base], self.chains)
 
     def _ranked(self) -> list[Scheduled]:
-        """The best first, of every choices once."""
-        found = {id(known.seen): known for known in sorted(self.scheduled, key=lambda known: -known.makespan_s)}
-        return sorted(found.values(), key=lambda known: known.makespan_s)
+        """The programs scheduled, the best first, and of those of one assignment the best alone."""
+        found: dict[int, Scheduled] = {}
+        for known in sorted(self.scheduled, key=lambda known: known.makespan_s):
+            found.setdefault(id(known.seen), known)
+        return [*found.values()]
 
     def relink(self) -> None:
         """Look for better programs between the best one and others that are nearly as good, as they are scheduled (path
