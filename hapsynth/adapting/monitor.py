@@ -31,6 +31,9 @@ from hapsynth.running.base import P, Planned
 
 logger = logging.getLogger(__name__)
 
+_LEAST_EVERY = 100
+_APART = 50
+
 
 class Monitor(Generic[P]):
     """Proposes a plan with other sizes when devices slow down or recover, in a training loop:
@@ -46,7 +49,8 @@ class Monitor(Generic[P]):
     `probe_s` seconds of that alone, on copies, or of its heaviest op where they have no room; or the median of the
     seconds given to `step` since. The median of the last `window` measurements of each counts. A plan is proposed where
     a step is predicted to take at least the fraction `threshold` less, by each of these measurements alone. After that
-    the monitor watches the proposed plan, from a new window on.
+    the monitor watches the proposed plan, from a new window on. `every` is 100 unless given, and where training has to
+    stop to measure, at least the calls that the plan is predicted to make in 50 times `probe_s`: 2 % of the time.
 
     In a run of several processes each has a monitor with the same options and calls `step` equally often.
     Raises TypeError for what is no plan, ValueError for options that are of no use and RuntimeError for a plan without
@@ -54,7 +58,13 @@ class Monitor(Generic[P]):
     """
 
     def __init__(
-        self, plan: P, *, every: int = 100, window: int = 3, threshold: float = THRESHOLD, probe_s: float = 1.0
+        self,
+        plan: P,
+        *,
+        every: int | None = None,
+        window: int = 3,
+        threshold: float = THRESHOLD,
+        probe_s: float = 1.0,
     ) -> None:
         given: Any = plan
         if not isinstance(given, Planned):
@@ -63,13 +73,15 @@ class Monitor(Generic[P]):
                 "one, such as plans['train']"
             )
         for name, value in (("every", every), ("window", window)):
-            check_count(name, value)
+            if value is not None:
+                check_count(name, value)
         if not _is_positive(probe_s):
             raise ValueError(f"probe_s is {probe_s!r}; give the seconds that a measurement may take")
         check_gain("threshold", threshold)
         if plan.mesh is None:
             raise RuntimeError("this plan has no devices to watch: load it where they are, with hapsynth.load")
-        self.every, self.threshold, self.probe_s = every, threshold, probe_s
+        self.every = _every(plan, probe_s) if every is None else every
+        self.threshold, self.probe_s = threshold, probe_s
         self._measured: deque[float] = deque(maxlen=window)
         self._given: list[float] = []
         self._steps = 0
@@ -103,8 +115,7 @@ class Monitor(Generic[P]):
     @property
     def _meetings(self) -> ComputeTimer | None:
         """Of a plan whose calls can be measured."""
-        lowered = self.plan.lowered
-        return lowered.meetings if isinstance(lowered, Staged) and lowered.meetings.possible else None
+        return _meetings(self.plan)
 
     @cached_property
     def _probe(self) -> Probe:
@@ -151,6 +162,18 @@ class Monitor(Generic[P]):
         assert self.plan.mesh is not None
         predicted = float(busy_seconds(self.plan)[local_numbers(self.plan.mesh)].max())
         return statistics.median(seconds) / predicted if predicted else 1.0
+
+
+def _meetings(plan: Planned) -> ComputeTimer | None:
+    lowered = plan.lowered
+    return lowered.meetings if isinstance(lowered, Staged) and lowered.meetings.possible else None
+
+
+def _every(plan: Planned, probe_s: float) -> int:
+    """The calls from one measurement to the next where nobody says."""
+    if _meetings(plan) is not None or not plan.cost:
+        return _LEAST_EVERY
+    return max(_LEAST_EVERY, math.ceil(_APART * probe_s / plan.cost))
 
 
 def _is_positive(value: Any) -> bool:

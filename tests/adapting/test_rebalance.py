@@ -345,6 +345,18 @@ def test_a_monitor_proposes_when_a_device_stays_slow(plan: Plan) -> None:
     assert monitor.plan is plan
 
 
+def test_a_monitor_stops_training_for_a_fiftieth_of_the_time(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = Monitor(plan, probe_s=0.5).every
+    assert 0.5 / (every * plan.cost) == pytest.approx(0.02, rel=0.01)
+    # A step of seconds, or one that is measured as it passes.
+    assert Monitor(plan, probe_s=plan.cost).every == 100
+    assert plan.mesh is not None
+    timer = ComputeTimer(plan.mesh)
+    timer.possible = True
+    monkeypatch.setattr("hapsynth.adapting.monitor._meetings", lambda plan: timer)
+    assert Monitor(plan).every == 100
+
+
 def test_a_monitor_takes_the_median_of_its_window(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every device were a process: what is gathered is each one's own."""
     slow = [1.0, 1.0, 1.0, 2.0]
