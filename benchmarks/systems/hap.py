@@ -51,8 +51,7 @@ class HapCosts(CostModel):
 
     def device_times(self, work: Work, fractions: Sequence[Floats]) -> Floats:
         share = np.prod([np.ones(self.n), *fractions], axis=0)
-        (flops,) = self.figures.flops_on([work.flops], self.kind_of)
-        return flops * share / self.rate(work.dtype) + _TIE * super().device_times(work, fractions)
+        return work.flops * share / self.rate(work.dtype) + _TIE * super().device_times(work, fractions)
 
     def conversion(
         self,

@@ -13,7 +13,7 @@ import numpy as np
 from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS, NOMINAL_CPU_LINK, NOMINAL_INTRA, Cluster, ClusterError
 from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import DeviceKind, kind_of
-from hapsynth.cluster.granularity import GPU_GRANULARITY
+from hapsynth.cluster.granularity import DEFAULT_GRANULARITY, GPU_GRANULARITY
 from hapsynth.cluster.links import Link
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile.collectives import BASE, INSIDE, Axes, Exchange, Point, Points, link_of
@@ -132,7 +132,7 @@ class Builder:
         if kind is None:
             raise ProfileError(f"{name}: float32 matmuls or memory came out as taking no time; run it again")
         on_cpu = self.job.devices[members[0]].platform == "cpu"
-        granularity = kind.granularity if on_cpu else replace(kind.granularity, outputs=GPU_GRANULARITY.outputs)
+        granularity = DEFAULT_GRANULARITY if on_cpu else GPU_GRANULARITY
         # Contention is not measured everywhere, as where there is one device.
         usual = kind.default_contention if known is None else known.default_contention
         kind = replace(kind, contention=self._contention(members), default_contention=usual, granularity=granularity)

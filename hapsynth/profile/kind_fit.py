@@ -12,7 +12,7 @@ from scipy.optimize import isotonic_regression
 from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import DeviceKind, MeasuredOp
 from hapsynth.cluster.op_classes import OP_CLASSES
-from hapsynth.profile.op_kernels import DISPATCH, GRANULARITY, LAUNCH, STREAM, Kernel
+from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel
 from hapsynth.profile.sampling import Floats
 
 ALIKE = 0.10
@@ -109,7 +109,7 @@ class KindFit:
         if "float32" not in flops or bandwidth is None:
             return None
         overhead, bandwidth = rounded(self.overhead), rounded(bandwidth)
-        kind = DeviceKind(name, flops, bandwidth, memory, overhead, 1.0, granularity=GRANULARITY)
+        kind = DeviceKind(name, flops, bandwidth, memory, overhead, 1.0)
         return replace(kind, measured=measured, ops=self.ops(), source=source)
 
     @property

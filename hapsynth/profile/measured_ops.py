@@ -14,12 +14,13 @@ import numpy as np
 
 from hapsynth.cluster.cluster import NOMINAL_INTRA, Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
+from hapsynth.cluster.granularity import DEFAULT_GRANULARITY
 from hapsynth.graph.ir import Boundary, Graph, Op
 from hapsynth.instructions.factors import Cut, Local, Triple
 from hapsynth.instructions.layout import Placement
 from hapsynth.instructions.rules import execute
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.profile.op_kernels import GRANULARITY, Kernel
+from hapsynth.profile.op_kernels import Kernel
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.analysis.op_class import amount_of
 from hapsynth.search.analysis.op_signature import described, signature_of
@@ -90,7 +91,7 @@ class Ops:
         size, share, cuts = 1, 1.0, dict[int, Cut]()
         if triple is not None and triple.factor is not None:
             size, lanes = factors.sizes[triple.factor], lanes_of(op.name, factors, triple.factor)
-            share, larger = (float(tiled(np.array(part / parts), lanes, GRANULARITY.tile)) for part in (1, 2))
+            share, larger = (float(tiled(np.array(part / parts), lanes, DEFAULT_GRANULARITY.tile)) for part in (1, 2))
             if parts > 1 and (size % parts or share >= min(larger, 1.0)):
                 return None
             cuts = {triple.factor: Cut(size // parts, lambda: jnp.int32(0))}
@@ -105,7 +106,7 @@ class Ops:
             return output
 
         operands = tuple((shape, 1.0) for shape, o in zip(shapes, op.operands, strict=True) if isinstance(o, int))
-        amount, dtype = amount_of(op, GRANULARITY) * share, str(op.dtypes[0])
+        amount, dtype = amount_of(op) * share, str(op.dtypes[0])
         return Kernel(signature, dtype, size // parts, fn, operands, amount, 1, 1, described(op), result)
 
 

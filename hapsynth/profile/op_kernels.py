@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hapsynth.cluster.granularity import DEFAULT_GRANULARITY
+from hapsynth.cluster.op_classes import POSITION_FLOPS
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.rules.window import chosen_given
 from hapsynth.search.analysis.op_class import amount_of, class_of
@@ -55,8 +55,6 @@ class Kernel:
         return float(elements * jnp.dtype(self.dtype).itemsize)
 
 
-GRANULARITY = DEFAULT_GRANULARITY
-"""What amounts are counted by: the kinds that are measured have it."""
 DISPATCH, LAUNCH, STREAM = "dispatch", "launch", "stream"
 _CHAIN = 32
 _LAYERS = ((256, 64), (1024, 128), *((max(1 << 22 >> k, 8 << k), 1 << k) for k in range(7, 13)))
@@ -161,7 +159,7 @@ def _convolution(dtype: str, batch: int) -> Kernel:
     operands: tuple[Operand, ...] = ((images, 1.0), (weights, 1 / (9 * _CHANNELS)))
     positions = prod(images[:-1])
     # The kernel's gradient has few positions, the others have the images'.
-    amount = 2.0 * positions * prod(weights) + GRANULARITY.position * positions * 2 / 3
+    amount = 2.0 * positions * prod(weights) + POSITION_FLOPS * positions * 2 / 3
     return Kernel("convolution", dtype, batch, fn, operands, amount, 3, 3)
 
 
@@ -174,7 +172,7 @@ def _pooling(dtype: str, batch: int) -> Kernel:
     (op,) = (op for op in traced.graph.ops if class_of(op) == "pooling")
     # As it is lowered, not as XLA has it.
     gradient = lambda x, of: chosen_given(of, x, op.params)
-    return _repeated("pooling", dtype, batch, gradient, ((images, 1.0), (halved, 1.0)), amount_of(op, GRANULARITY), 2)
+    return _repeated("pooling", dtype, batch, gradient, ((images, 1.0), (halved, 1.0)), amount_of(op), 2)
 
 
 def _chain(family: str, dtype: str, size: int, op: Callable[..., Any], ops: int) -> Kernel:

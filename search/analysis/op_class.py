@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hapsynth.cluster.granularity import DEFAULT_GRANULARITY, Granularity
 from hapsynth.cluster.op_classes import OP_CLASSES
 from hapsynth.graph.ir import Op
 from hapsynth.instructions.rules.registry import cost_of, flops_of
@@ -14,7 +13,7 @@ def class_of(op: Op) -> str:
     return next((name for name, known in OP_CLASSES.items() if known.holds(op, cost)), "")
 
 
-def amount_of(op: Op, granularity: Granularity = DEFAULT_GRANULARITY) -> float:
+def amount_of(op: Op) -> float:
     """What an op comes to on a device, in what its class's curve counts."""
     op_class, flops = class_of(op), flops_of(op)
-    return OP_CLASSES[op_class].amount(op, flops, granularity) if op_class else flops
+    return OP_CLASSES[op_class].amount(op, flops) if op_class else flops

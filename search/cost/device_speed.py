@@ -3,7 +3,7 @@ has measured that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
 from typing import TypeAlias
@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hapsynth.cluster.device_kinds import DeviceKind
-from hapsynth.cluster.granularity import Granularity
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -71,13 +70,8 @@ class DeviceFigures:
         self.kinds = tuple(kinds)
         self.overhead = np.array([k.overhead for k in kinds])
         self.bandwidth = np.array([k.bandwidth for k in kinds])
-        of_kinds = tuple(k.granularity for k in kinds)
-        self.granularities = of_kinds if len(set(of_kinds)) > 1 else of_kinds[:1]
-        """Of each kind, or one where all have the same."""
         self.tile = np.array([k.granularity.tile for k in kinds])
         """Rows, columns or terms that a contraction works on at once."""
-        self.line = np.array([k.granularity.line for k in kinds])
-        """Bytes that the memory gives at once."""
         self.outputs = min((k.granularity.outputs for k in kinds), default=1)
         """Results that a kernel may write on all of them."""
         self._speeds: dict[tuple[str, str], Speeds] = {}
@@ -96,19 +90,3 @@ class DeviceFigures:
     @cached_property
     def _one_tile(self) -> bool:
         return len(set(self.tile.tolist())) == 1
-
-    def each(self, figure: Callable[[Granularity], float]) -> tuple[float, ...]:
-        """A figure of each kind, or one where it is the same for all."""
-        found = tuple(map(figure, self.granularities))
-        return found if len(set(found)) > 1 else found[:1]
-
-    def flops(self, each: Sequence[tuple[float, ...]]) -> Floats:
-        """Figures of works as an array [works, kinds], or [works, 1] where all kinds count all of them alike."""
-        if all(len(figures) == 1 for figures in each):
-            return np.array(each, dtype=np.float64).reshape(len(each), 1)
-        return np.array([f if len(f) > 1 else f * len(self.kinds) for f in each], dtype=np.float64)
-
-    def flops_on(self, each: Sequence[tuple[float, ...]], kinds: npt.NDArray[np.int64]) -> Floats:
-        """The same on devices of some kinds [works, devices], or [works, 1]."""
-        found = self.flops(each)
-        return found if found.shape[1] == 1 else found[:, kinds]

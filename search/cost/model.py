@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
-from hapsynth.cluster.granularity import Granularity
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Boundary, Graph, Op
 from hapsynth.instructions.collectives import Collective, Hosts, step_between, steps_between
@@ -47,6 +46,8 @@ from hapsynth.search.cost.work import Work, lanes_of
 
 _NEARLY = 1e-9
 """Shares of which so little is missing come to what is asked for, as rounding has it."""
+_LINE = 64.0
+"""Bytes that a memory gives at once."""
 
 
 class CutWork(NamedTuple):
@@ -78,10 +79,10 @@ class CostModel:
     ) -> None:
         self.graph, self.table, self.lowering, self._offered = graph, table, lowering, offered
         self._fed = frozenset(graph.inputs) - graph.state
-        self._counted: dict[
-            tuple[Granularity, ...],
-            tuple[dict[tuple[int, int], Work], dict[int, tuple[float, ...]], dict[int, int], Sequence[bool]],
-        ] = {}
+        # By how many results a kernel may write: whether each op is launched, and the kinds of ops.
+        self._launched_by: dict[int, tuple[Sequence[bool], dict[int, int]]] = {}
+        self._works: dict[tuple[int, int], Work] = {}
+        self._amounts: dict[int, float] = {}
         self._triples, self._work_numbers = Numbering(), Numbering()
         self._kind_number: dict[object, int] = {}
         self._materialized, self._turned = materialized(graph), turned(graph)
@@ -101,12 +102,10 @@ class CostModel:
         self.kind_of = np.array(kind_of, dtype=np.int64)
         """int [devices]: of each its kind."""
         self.figures = DeviceFigures(self.kinds)
-        # What devices count alike is shared.
-        counted = self._counted.get(self.figures.granularities)
-        if counted is None:
-            launched = launches(self.graph, self._materialized, self.figures.outputs)
-            counted = self._counted[self.figures.granularities] = ({}, {}, {}, launched)
-        self._works, self._amounts, self._kinds, self._launched = counted
+        outputs = self.figures.outputs
+        if outputs not in self._launched_by:
+            self._launched_by[outputs] = launches(self.graph, self._materialized, outputs), {}
+        self._launched, self._kinds = self._launched_by[outputs]
         self.overhead, self.bandwidth = self.figures.overhead[self.kind_of], self.figures.bandwidth[self.kind_of]
         self.slowdown = np.array([kind.slowdown for kind in self.kinds])[self.kind_of]
         """float64 [devices]: how many times as long computing takes each while a collective runs."""
@@ -248,17 +247,16 @@ class CostModel:
             moved[divided] = moved.get(divided, 0.0) + nbytes
         owned = any(map(factors.is_whole, triples))
         if isinstance(op.primitive, Boundary):
-            return Work((0.0,), tuple(sorted(moved.items())), 0, "float32", (0,) * len(cut), axes)
+            return Work(0.0, tuple(sorted(moved.items())), 0, "float32", (0,) * len(cut), axes)
         dtype = str(op.dtypes[0] if op.dtypes else op.result_dtypes[0])
         lanes = tuple(lanes_of(op.name, factors, f) for f, _ in cut)
         op_class = self._op_class(op_index)
         return Work(self._amount(op_index), tuple(sorted(moved.items())), launches, dtype, lanes, axes, op_class, owned)
 
-    def _amount(self, op_index: int) -> tuple[float, ...]:
-        """What an op comes to on each kind of device, or on all."""
-        op, kind = self.graph.ops[op_index], self.kind(op_index)
+    def _amount(self, op_index: int) -> float:
+        kind = self.kind(op_index)
         if kind not in self._amounts:
-            self._amounts[kind] = self.figures.each(lambda granularity: amount_of(op, granularity))
+            self._amounts[kind] = amount_of(self.graph.ops[op_index])
         return self._amounts[kind]
 
     def _op_class(self, op_index: int) -> str:
@@ -368,7 +366,7 @@ class CostModel:
         axes = tuple(a for a, p in enumerate(layout) if p.is_sharded)
         moved = ((tuple(range(cuts)), float(self.graph.values[value].nbytes)),)
         owned = any(p.owner is not None for p in layout)
-        return Work((0.0,), moved, 0, "float32", (0,) * cuts, axes, owned=owned)
+        return Work(0.0, moved, 0, "float32", (0,) * cuts, axes, owned=owned)
 
     def ideal_time(self, work: Work) -> float:
         """The least time over all ratios: no program at any ratio runs this op faster."""
@@ -579,7 +577,7 @@ class CostModel:
         then rather than where they are made. Across the order in which they lie every element is a line of memory."""
         if value not in self._turned or not source[axis].is_partial:
             return 0.0
-        return float((self.graph.values[value].size * self.figures.line / self.figures.bandwidth).max())
+        return float((self.graph.values[value].size * _LINE / self.figures.bandwidth).max())
 
     def conversion_kind(self, value: int) -> Hashable:
         """Values of one kind, and as large, are converted at the same cost."""

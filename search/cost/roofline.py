@@ -53,8 +53,8 @@ class Roofline:
         """Per cut, those of each work [works, 1]."""
         self.launching = _column([w.launches for w in works]) * figures.overhead
         """Seconds [works, kinds]."""
-        self.flops = figures.flops([w.flops for w in works])
-        """[works, kinds], or [works, 1] where all kinds count them alike."""
+        self.flops = _column([w.flops for w in works])
+        """[works, 1]."""
         bytes_of = [dict(w.moved) for w in works]
         masks = sorted({mask for held in bytes_of for mask in held})
         self.moved = [(mask, _column([held.get(mask, 0.0) for held in bytes_of])) for mask in masks]
@@ -100,11 +100,8 @@ class Roofline:
     def loads(self, kinds: Ints, fractions: Sequence[Floats]) -> tuple[Floats, Floats]:
         """What works come to on devices of some kinds: FLOPs in whole tiles, and bytes moved [works, devices]."""
         shape = len(self.works), kinds.size
-        flops = np.broadcast_to(self._flops_on(kinds) * self._share(kinds, fractions, True), shape)
+        flops = np.broadcast_to(self.flops * self._share(kinds, fractions, True), shape)
         return flops, self._bytes(kinds, fractions, [nbytes for _, nbytes in self.moved])
-
-    def _flops_on(self, kinds: Ints) -> Floats:
-        return self.flops if self.flops.shape[1] == 1 else self.flops[:, kinds]
 
     def _share(self, kinds: Ints, fractions: Sequence[Floats], whole_tiles: bool) -> Floats:
         share, tile = np.ones(()), self.figures.tile_on(kinds)
@@ -117,7 +114,7 @@ class Roofline:
         found = self._whole[0][:, kinds] * share if self.scaled else np.zeros(shape)
         if self.scaled and all(speeds.linear for speeds, _ in self._speeds):
             return found
-        flops = np.broadcast_to(self._flops_on(kinds) * share, shape)
+        flops = np.broadcast_to(self.flops * share, shape)
         for speeds, rows in self._speeds:
             if not (self.scaled and speeds.linear):
                 found[rows] = speeds.at(kinds).seconds(flops[rows])
@@ -167,7 +164,7 @@ class Roofline:
         Computing takes what it takes over the share `held`; None for the highest rate that each device reaches."""
         shape = len(self.works), kinds.size
         others = [np.ones(kinds.size) if n == k else fraction for n, fraction in enumerate(fractions)]
-        flops = self._flops_on(kinds) * np.prod(others, axis=0)
+        flops = self.flops * np.prod(others, axis=0)
         computing, moving, besides = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         for speeds, rows in self._speeds:
             mine = speeds.at(kinds)
@@ -187,7 +184,7 @@ class Roofline:
         """Seconds that so many devices of each kind take at least, however they share works [works]."""
         together = lambda of_kinds: (of_kinds * count).sum(axis=-1, keepdims=True)
         rate = self._by_speed(np.zeros((1, 1)), lambda speeds, rows: np.broadcast_to(speeds.most, rows.shape))
-        computing = self.flops.min(axis=1, keepdims=True) / together(rate)
+        computing = self.flops / together(rate)
         launching = _column([w.launches for w in self.works]) * self.figures.overhead.min()
         return busy(launching, computing, self._every_byte / together(self.figures.bandwidth))[:, 0]
 

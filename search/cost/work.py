@@ -15,15 +15,14 @@ from hapsynth.search.cost.device_speed import Floats
 class Work(NamedTuple):
     """What an op does under its triples.
 
-    `flops`: see `op_class.amount_of`, one figure for each kind of device (`DeviceFigures`), or one for all where they
-    count it alike; they are divided by every factor that is cut. `moved`: bytes, and which of the cut
-    factors divide them, summed over tensors; () for what every device moves itself. `lanes`, per cut factor: how many
-    rows, columns or terms of a contraction it is one of, 0 where that does not matter. `axes`: those that some factor
-    is cut along. `op_class`: what a profile counts the op to; its signature where some device was measured at just it.
-    `owned`: whether what is cut is all of it, so that one position has everything.
+    `flops`: see `op_class.amount_of`; they are divided by every factor that is cut. `moved`: bytes, and which of the
+    cut factors divide them, summed over tensors; () for what every device moves itself. `lanes`, per cut factor: how
+    many rows, columns or terms of a contraction it is one of, 0 where that does not matter. `axes`: those that some
+    factor is cut along. `op_class`: what a profile counts the op to; its signature where some device was measured at
+    just it. `owned`: whether what is cut is all of it, so that one position has everything.
     """
 
-    flops: tuple[float, ...]
+    flops: float
     moved: tuple[tuple[tuple[int, ...], float], ...]
     launches: int
     dtype: str

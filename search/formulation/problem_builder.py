@@ -54,8 +54,8 @@ class ProblemBuilder:
     def __init__(self, structure: ChoiceSpace, costs: CostModel, ratios: Ratios | None) -> None:
         self.structure, self.costs, self.ratios = structure, costs, ratios
         self.graph, self.table = structure.graph, structure.table
-        # What devices count alike by tells which ops are alike.
-        key = ("kinds", costs.figures.granularities)
+        # Which ops are launched tells which are alike.
+        key = ("kinds", costs.figures.outputs)
         self.kinds = structure.once(key, lambda: EquivalenceClasses(structure, costs))
         self._made: dict[object, Any] = {}
         self._ways: dict[int, Conversions] = {}

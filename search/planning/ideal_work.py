@@ -10,7 +10,6 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from hapsynth.cluster.cluster import Cluster
-from hapsynth.cluster.granularity import Granularity
 from hapsynth.search.cost.device_speed import DeviceFigures, Floats
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.roofline import Roofline
@@ -44,8 +43,8 @@ class Works(NamedTuple):
                 number[key] = len(works)
                 runs.append(0.0)
                 found = [costs.work(op.index, triples) for triples in structure.triples[op.index]]
-                # By the kind that counts it the least, and whatever divides it.
-                works.append(found[0]._replace(flops=(min(found[0].flops),), lanes=()))
+                # Whatever divides it.
+                works.append(found[0]._replace(lanes=()))
                 cut.append(op.index in owned or any(w.divided for w in found))
             runs[number[key]] += graph.runs[op.region]
         return cls(works, np.array(runs), np.array(cut, bool))
@@ -61,13 +60,13 @@ class IdealWorkBound:
 
     def __init__(self, structure: ChoiceSpace, costs: CostModel) -> None:
         self.structure, self.costs = structure, costs
-        self._known: dict[tuple[Granularity, ...], Works] = {}
+        self._known: dict[int, Works] = {}
 
     def works(self, cluster: Cluster, figures: DeviceFigures) -> Works:
         """As some devices, of these figures, count them: fewer kinds may launch fewer kernels."""
-        if figures.granularities not in self._known:
-            self._known[figures.granularities] = Works.of(self.structure, self.costs.on(cluster))
-        return self._known[figures.granularities]
+        if figures.outputs not in self._known:
+            self._known[figures.outputs] = Works.of(self.structure, self.costs.on(cluster))
+        return self._known[figures.outputs]
 
     def on(self, cluster: Cluster) -> float:
         """Seconds per step."""

@@ -155,7 +155,7 @@ def test_no_shares_beat_the_ideal_time(lanes: int, rng: np.random.Generator) -> 
     graph = trace(lambda x, w: x @ w, (jnp.ones((64, 8)), jnp.ones((8, 8)))).graph
     costs = CostModel(graph, cluster, FactorTable(graph))
     for flops in np.geomspace(1e4, 1e11, 15).tolist():
-        work = Work((flops,), (((), 1e4), ((0,), flops / 50)), 1, "float32", (lanes,), (0,), "matmul")
+        work = Work(flops, (((), 1e4), ((0,), flops / 50)), 1, "float32", (lanes,), (0,), "matmul")
         best = min(costs.time(work, [f]) for f in rng.dirichlet([0.5] * 3, 400))
         assert 0 < costs.ideal_time(work) <= best * (1 + 1e-9)
 
@@ -203,7 +203,7 @@ def test_times_of_many_works_are_those_of_each(curves: bool) -> None:
         moved = tuple((m, float(rng.integers(1, 10**8))) for m in sorted(masks))
         lanes = tuple(int(n) for n in rng.choice([0, 3, 48, 1000], cuts))
         name = str(rng.choice(["", "matmul"]))
-        work = Work((float(rng.integers(10**9)),), moved, int(rng.integers(2)), "float32", lanes, (), name)
+        work = Work(float(rng.integers(10**9)), moved, int(rng.integers(2)), "float32", lanes, (), name)
         works.append((work, [np.append(rng.dirichlet(np.ones(2)), 0.0) for _ in range(cuts)]))
     assert costs.times(works).tolist() == [costs.time(*work) for work in works]
     assert costs.times([]).tolist() == []

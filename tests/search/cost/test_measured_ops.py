@@ -14,7 +14,7 @@ import hapsynth
 from hapsynth.cluster.cluster import Cluster, ClusterError
 from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import MeasuredOp
-from hapsynth.cluster.granularity import Granularity
+from hapsynth.cluster.op_classes import POSITION_FLOPS
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
 from hapsynth.profile.measured_ops import Ops
@@ -142,4 +142,4 @@ def test_what_ops_come_to() -> None:
     assert (total(4096, 64), total(4096)) == (4096 * 64, 4096)
     images, kernels = struct(2, 16, 16, 3), struct(3, 3, 3, 4)
     convolved = lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    assert amount_of(only(convolved, images, kernels)) == 2 * 14 * 14 * (2 * 3 * 3 * 3 * 4 + Granularity().position)
+    assert amount_of(only(convolved, images, kernels)) == 2 * 14 * 14 * (2 * 3 * 3 * 3 * 4 + POSITION_FLOPS)

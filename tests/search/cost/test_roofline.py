@@ -1,4 +1,4 @@
-"""How long devices take over ops: one formula for every use of it, and each kind of device at its own granularity."""
+"""How long devices take over ops: one formula for every use of it, and each kind of device in its own tiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from graphs import cluster, device
-from measured_ops import only, struct
+from measured_ops import struct
 
 from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
 from hapsynth.cluster.curves import Curve
@@ -17,7 +17,6 @@ from hapsynth.graph.trace import trace
 from hapsynth.instructions.layout import P
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.search.analysis.op_class import amount_of
 from hapsynth.search.cost.device_speed import DeviceFigures
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import program_cost
@@ -42,7 +41,7 @@ def works(rng: np.random.Generator, count: int, cuts: int) -> list[Work]:
     for n in range(count):
         moved = {(): 1e5, (0,): float(rng.integers(10**7)), tuple(range(cuts)): float(rng.integers(10**8))}
         lanes = tuple(rng.choice([0, 100, 4096], cuts).tolist())
-        flops = (float(rng.integers(10**10)) * (n % 3 > 0),)
+        flops = float(rng.integers(10**10)) * (n % 3 > 0)
         name = ("matmul", "elementwise")[n % 2]
         found.append(Work(flops, tuple(sorted(moved.items())), n % 2, "float32", lanes, (0,), name))
     return found
@@ -90,10 +89,10 @@ def test_what_is_done_within_some_time_takes_no_longer() -> None:
         assert (took[share > 0] <= allowed[share > 0] * (1 + 1e-9)).all()
 
 
-def mixed(**of_slow: float) -> Cluster:
-    """Two kinds that differ in their granularity alone, and compute rather than read."""
+def mixed(tile: int) -> Cluster:
+    """Two kinds that differ in their tiles alone, and compute rather than read."""
     usual, other = (replace(device(name, 1.0), bandwidth=1e14) for name in ("usual", "other"))
-    other = replace(other, granularity=replace(other.granularity, **of_slow))
+    other = replace(other, granularity=replace(other.granularity, tile=tile))
     return Cluster("mixed", (usual, other), (0, 1), Link(1e10, 1e-6))
 
 
@@ -111,21 +110,6 @@ def test_each_kind_works_in_its_own_tiles() -> None:
     # As batched, and as the ideal shares have it.
     assert costs.times([(costs.work(0, rows), [np.array([4 / 64, 4 / 64])])])[0] == times[0]
     assert costs.ideal_time(costs.work(0, rows)) <= times[0] * 16
-
-
-def test_each_kind_counts_by_its_own_granularity() -> None:
-    total = lambda x: jnp.sum(x, axis=0)
-    costs = model(total, (struct(4096, 8),), mixed(lanes=8.0))
-    op = costs.graph.ops[0]
-    work = costs.work(0, costs.table[0].joint(1)[0])
-    assert work.flops == (amount_of(op), amount_of(op) / 6)
-    # One figure where all count it alike.
-    wide = model(total, (struct(4096, 64),), mixed(lanes=8.0))
-    assert wide.work(0, wide.table[0].joint(1)[0]).flops == (4096 * 64.0,)
-    # On a cluster of one of the kinds it is counted anew, as the model's works are shared among clusters.
-    alone = costs.on(costs.cluster.subset([1]))
-    assert alone.work(0, costs.table[0].joint(1)[0]).flops == (work.flops[1],)
-    assert costs.work(0, costs.table[0].joint(1)[0]) is work
 
 
 def test_shards_are_aligned_to_the_tiles_of_their_device() -> None:
@@ -148,13 +132,6 @@ def test_shards_are_aligned_to_the_tiles_of_their_device() -> None:
     # Tiles of 16 on both would have it otherwise.
     other = Planner(task.on(replace(cluster, devices=(device("fast", 5.0), device("slow", 1.0))))).run()
     assert other.sizes.shares != result.sizes.shares
-
-
-def test_a_line_of_memory_is_the_slowest_devices() -> None:
-    wide = model(jnp.matmul, (struct(8, 8), struct(8, 8)), mixed(line=256.0))
-    plain = model(jnp.matmul, (struct(8, 8), struct(8, 8)), mixed())
-    assert (wide.figures.line.tolist(), plain.figures.line.tolist()) == ([64.0, 256.0], [64.0, 64.0])
-    assert only(jnp.matmul, struct(8, 8), struct(8, 8)).name == "dot_general"
 
 
 def test_what_is_as_many_bytes_in_fewer_elements_is_converted_at_a_cost_of_its_own() -> None:

@@ -299,7 +299,7 @@ def test_ranges_hold_what_works_take_at_their_shares(seed: int) -> None:
     rng, costs = np.random.default_rng(seed), model(random_graph(1, ops=1).graph, MIXED)
     works = [
         Work(
-            (float(10 ** rng.uniform(4, 9)),),
+            float(10 ** rng.uniform(4, 9)),
             (((), 1e3), ((0,), float(10 ** rng.uniform(4, 9)))),
             1,
             "float32",
