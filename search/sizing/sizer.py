@@ -41,8 +41,6 @@ from hapsynth.search.solver import Ints
 _LP_ROUNDS = 6
 _POLISHED = 3
 """Of many kinds, how many numbers of them are followed up."""
-_PATIENT = 16
-"""Kinds: of as many every number, and moves without end, are tried as well: neither way is the better one always."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,24 +122,14 @@ class Sizer:
         speed = self.costs.speed
         kind_of = self.costs.kind_of
         order = sorted(range(len(self.costs.kinds)), key=lambda k: -speed[kind_of == k].max())
-        found = self._among(candidates, order, limit, patient=False)
-        if FEW < len(order) <= _PATIENT:
-            other = self._among(candidates, order, limit, patient=True)
-            found = min((found, other), key=lambda s: self._merit(s, limit))
-        return found
-
-    def _among(self, fixed: Sequence[Sizes], order: Sequence[int], limit: float, *, patient: bool) -> Sizes:
-        """The cheapest of some sizes and those of the fastest kinds of `order`. `patient`: of every number of these,
-        and units are moved for as long as that helps, as is else done where they are few."""
-        every = patient or len(order) <= FEW
-        candidates, kind_of, speed = [*fixed], self.costs.kind_of, self.costs.speed
+        every = len(order) <= FEW
         ranked = [(*self._merit(s, limit), i) for i, s in enumerate(candidates)]
 
         def with_fastest(count: int) -> tuple[float, float]:
             if self._left() <= 0:
                 return np.inf, np.inf
             active = np.isin(kind_of, order[:count])
-            candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit, patient=patient))
+            candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit))
             merit = self._merit(candidates[-1], limit)
             ranked.append((*merit, len(candidates) - 1))
             return merit
@@ -153,16 +141,16 @@ class Sizer:
             least_at(ladder(len(order)), with_fastest)
         # Rounding may part what is alike before it.
         best = [candidates[i] for *_, i in sorted(ranked)[: 1 if every else _POLISHED]]
-        return min((self._polished(s, limit, patient=patient) for s in best), key=lambda s: self._merit(s, limit))
+        return min((self._polished(s, limit) for s in best), key=lambda s: self._merit(s, limit))
 
     def _merit(self, sizes: Sizes, limit: float) -> tuple[float, float]:
         """The less the better: whether they hold too much, then what they cost."""
         return self._beyond(sizes, limit), self.variable_cost(sizes)
 
-    def _polished(self, sizes: Sizes, limit: float, *, patient: bool) -> Sizes:
+    def _polished(self, sizes: Sizes, limit: float) -> Sizes:
         """Whole groups of units moved too, until nothing gets cheaper."""
         for _ in range(_LP_ROUNDS if self._left() > 0 else 0):
-            improved = self._improved(sizes.shares, self._beyond(sizes, limit), together=True, patient=patient)
+            improved = self._improved(sizes.shares, self._beyond(sizes, limit), together=True)
             if improved.shares == sizes.shares:
                 break
             sizes = improved
@@ -181,14 +169,14 @@ class Sizer:
         bound = relaxation_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, limit, self._left)
         return min(bound, self.variable_cost(sizes))
 
-    def _optimized(self, weights: Floats, active: np.ndarray, limit: float, *, patient: bool) -> Sizes:
+    def _optimized(self, weights: Floats, active: np.ndarray, limit: float) -> Sizes:
         """Sizes from the linear programs; memory rows are added at the points where the sizes found are too large."""
         sizes = self.fixed(weights)
         if not self.classes.all:
             return sizes
         if len(self.families) > 1 or self.loads.has_products or self.loads.has_curves or self.loads.moves:
             # The linear programs depend on these.
-            sizes = self._whole_units(self._fractions(sizes), limit, patient=patient)
+            sizes = self._whole_units(self._fractions(sizes), limit)
         points: set[int] = set()
         allowed = limit
         for _ in range(_LP_ROUNDS):
@@ -203,12 +191,12 @@ class Sizer:
                 if fractions is None:
                     return sizes
                 solved.update(fractions)
-                if len(self.families) > 1 and len(self.costs.kinds) > FEW and not patient:
+                if len(self.families) > 1 and len(self.costs.kinds) > FEW:
                     sizes = Sizes(self.graph, self.classes, tuple(self._nearest(solved)))
                 elif len(self.families) > 1:
-                    sizes = self._whole_units(solved, limit, patient=patient)
+                    sizes = self._whole_units(solved, limit)
                     solved.update(self._fractions(sizes, axes))
-            sizes = self._whole_units(solved, limit, patient=patient)
+            sizes = self._whole_units(solved, limit)
             # Without a limit memory is no matter.
             alive = np.zeros(1) if np.isinf(limit) else self.memory.at(sizes)
             settled = all(np.allclose(solved[c].max(), before[c].max()) for c in solved)
@@ -268,21 +256,19 @@ class Sizer:
             if axes is None or c.axes == axes
         }
 
-    def _whole_units(self, fractions: dict[int, Floats], limit: float, *, patient: bool) -> Sizes:
+    def _whole_units(self, fractions: dict[int, Floats], limit: float) -> Sizes:
         """Largest remainders, then single units moved while the cost falls and the memory allows it."""
-        return self._improved(self._nearest(fractions), limit, patient=patient)
+        return self._improved(self._nearest(fractions), limit)
 
-    def _improved(
-        self, shares: Sequence[tuple[int, ...]], limit: float, *, together: bool = False, patient: bool
-    ) -> Sizes:
+    def _improved(self, shares: Sequence[tuple[int, ...]], limit: float, *, together: bool = False) -> Sizes:
         """Sizes of less cost, each class by itself: all as if memory were no matter or, where they then hold too much,
         one after another within what the others leave."""
         known, numbers = self._known.shares, [0] * len(shares)
 
         def found(c: int, sizes: Sizes, most: tuple[int, ...]) -> tuple[int, ...]:
-            key = (self.loads.alike(c, numbers), numbers[c], most, together, patient)
+            key = (self.loads.alike(c, numbers), numbers[c], most, together)
             if key not in known:
-                better = self._of_class(c, sizes, most, together=together, patient=patient)
+                better = self._of_class(c, sizes, most, together=together)
                 if self._left() <= 0:
                     return better
                 known[key] = better
@@ -322,13 +308,13 @@ class Sizer:
             most = [most[place == p].min() for p in range(len(now))]
         return tuple(max(n, int(m * cls.units + 1e-9)) for n, m in zip(now, most, strict=True))
 
-    def _aligned(self, c: int, shares: Ints, class_units: ClassUnits, most: Ints, *, patient: bool) -> Iterator[Ints]:
+    def _aligned(self, c: int, shares: Ints, class_units: ClassUnits, most: Ints) -> Iterator[Ints]:
         """Shares in whole tiles for all kinds but one, which takes what is left: single units cannot cross a tile. Of
         many kinds one trial, in which they get tile after tile."""
         units, kind_of = self.classes.all[c].units, self.kinds[self.classes.all[c].axes]
         held = [k for k in range(int(kind_of.max()) + 1) if shares[kind_of == k].any()]
         if len(held) > FEW:
-            allotted = None if patient else class_units.allotted(shares, most)
+            allotted = class_units.allotted(shares, most)
             if allotted is not None:
                 yield allotted
             return
@@ -344,9 +330,7 @@ class Sizer:
                     aligned[mine] = left // count + (np.arange(count) < left % count)
                     yield aligned
 
-    def _of_class(
-        self, c: int, sizes: Sizes, most: tuple[int, ...], *, together: bool, patient: bool
-    ) -> tuple[int, ...]:
+    def _of_class(self, c: int, sizes: Sizes, most: tuple[int, ...], *, together: bool) -> tuple[int, ...]:
         """The cheapest of a class's shares and those aligned to tiles, then single units moved between positions while
         the class's true cost falls; no share above `most`, of its position or of all. `together`: units of whole groups
         are moved as well."""
@@ -355,14 +339,14 @@ class Sizer:
             return sizes.shares[c]
         current = np.array(sizes.shares[c], dtype=np.int64)
         bounded = np.broadcast_to(np.array(most, dtype=np.int64), current.shape)
-        many = not patient and int(units.kind_of.max()) >= FEW
+        many = int(units.kind_of.max()) >= FEW
         if many and not together:
             # Units given back one by one to those that are left out are not worth the time.
             bounded = np.where(current > 0, bounded, 0)
         seconds = lambda held: np.where((held <= bounded).all(axis=-1), units.seconds(held), np.inf)
         best = float(units.seconds(current[None])[0])
         for _ in range(_LP_ROUNDS if many else 1):
-            found = best_of(self._aligned(c, current, units, bounded, patient=patient), seconds)
+            found = best_of(self._aligned(c, current, units, bounded), seconds)
             if not found[0] < best * (1 - 1e-12):
                 break
             best, current = found
