@@ -44,9 +44,9 @@ _SETTLES_S, _GIVES_BACK_S, _RISES = 2.0, 0.05, 1 << 20
 """At most, and between two looks at the memory that is free; bytes by which it must have risen to look again."""
 _LONGEST = 200
 """Characters of a collective that are told."""
-_SAMPLE, _ROUNDING = 32, 1e-3
+_SAMPLE, _ROUNDING, _FETCHED_BYTES = 32, 1e-3, 1 << 22
 """Elements of each replicated argument that are compared, and by how much of the largest they may differ: unlike
-devices round apart what each has computed."""
+devices round apart what each has computed. Of arguments beyond so many bytes these elements alone are fetched."""
 # What the runs depend on; how long a plan took to find differs between processes that each found it.
 _OF_PLAN = ("function", "devices", "program", "classes", "shares")
 
@@ -185,7 +185,11 @@ def _sample(stored: Any) -> list[str]:
     """Some elements of what is stored alike on all devices, as text that JSON keeps."""
     with _jax.no_mesh():
         part = parts(stored)[0]
-        host = np.asarray(jax.random.key_data(part) if _jax.is_extended(part.dtype) else part).reshape(-1)
+        data = jax.random.key_data(part) if _jax.is_extended(part.dtype) else part
+        if data.nbytes > _FETCHED_BYTES:
+            chosen = data.size // _SAMPLE * np.arange(_SAMPLE)
+            data = data.at[np.unravel_index(chosen, data.shape)].get(mode="promise_in_bounds")
+        host = np.asarray(data).reshape(-1)
     some = host[:: max(1, host.size // _SAMPLE)][:_SAMPLE]
     if some.dtype == np.bool_ or np.issubdtype(some.dtype, np.integer):
         # Counters, and keys: of all of these each is another.

@@ -472,6 +472,21 @@ def test_samples_are_exact_where_values_are() -> None:
     assert _sample(jnp.ones(2)) == ["(1+0j)", "(1+0j)"]
 
 
+@pytest.mark.parametrize("x", [np.arange(1000.0, dtype=np.float32).reshape(10, 4, 25), np.arange(70) % 3 == 0])
+def test_of_large_arguments_the_sample_alone_is_fetched(x: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _sample(jnp.asarray(x))
+    fetched: list[int] = []
+
+    def asarray(a: Any, *args: Any) -> np.ndarray:
+        fetched.extend([a.size] * isinstance(a, jax.Array))
+        return np.array(a, *args)
+
+    monkeypatch.setattr(process_facts, "_FETCHED_BYTES", 0)
+    monkeypatch.setattr(process_facts, "np", SimpleNamespace(**{**vars(np), "asarray": asarray}))
+    assert _sample(jnp.asarray(x)) == whole
+    assert fetched == [32]
+
+
 def test_an_error_that_ends_the_job_is_printed_first(capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever raised it is not heard of any more: the end of the job ends the process."""
     said: list[str] = []
