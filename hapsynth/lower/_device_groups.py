@@ -17,8 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from hapsynth import _jax
 from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.lower._exact_storage import local_positions, parts
+from hapsynth.lower._exact_storage import parts
 from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._storage import local_positions
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,14 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth import _jax
-from hapsynth.lower._storage import Storage, cut_to, pad_to, put_copy
-
-
-def local_positions(mesh: Mesh) -> list[tuple[int, ...]]:
-    """Where in the mesh this process's devices are, row-major, as `mesh.local_devices` lists them."""
-    here = jax.process_index()
-    places = zip(np.ndindex(*mesh.devices.shape), mesh.devices.flat, strict=True)
-    return [at for at, device in places if device.process_index == here]
+from hapsynth.lower._storage import Storage, cut_to, local_positions, put_copy
 
 
 def local_numbers(mesh: Mesh) -> list[int]:
@@ -91,36 +84,47 @@ class ExactStorage(Storage):
     """One value under one layout: even, as any array of JAX's; uneven, as `Shards`."""
 
     @cached_property
-    def positions(self) -> list[tuple[int, ...]]:
-        return local_positions(self.mesh)
+    def local_shapes(self) -> list[tuple[int, ...]]:
+        """The exact shape of each shard of this process, in mesh order."""
+        return [tuple(s.stop - s.start for s in slices) for slices in self.local_slices]
+
+    @cached_property
+    def local_joined_shape(self) -> tuple[int, ...] | None:
+        """The global shape of an array whose shards are all as long as those of this process; None where these are
+        unlike."""
+        if len(set(self.local_shapes)) > 1:
+            return None
+        return self.joined_shape(local_positions(self.mesh)[0])
 
     def is_alike(self, other: Storage) -> bool:
         return super().is_alike(other) and self.cuts == other.cuts
 
     def accepts(self, stored: Any) -> bool:
-        return [x.shape for x in stored.arrays] == [self.shard_shape(at) for at in self.positions]
+        if stored.joined is not None:
+            return stored.joined.shape == self.local_joined_shape
+        return [x.shape for x in stored.arrays] == self.local_shapes
 
     def put_shards(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
         if self.is_even:
             return super().put_shards(read)
         with _jax.no_mesh():
-            places = zip(self.positions, self.mesh.local_devices, strict=True)
-            return Shards([put_copy(read(self.slices(at)), d) for at, d in places])
+            places = zip(self.local_slices, self.mesh.local_devices, strict=True)
+            return Shards([put_copy(read(slices), d) for slices, d in places])
+
+    def of_shards(self, shards: Sequence[jax.Array]) -> Any:
+        return super().of_shards(shards) if self.is_even else Shards(shards)
 
     def padded(self, stored: Any) -> jax.Array:
         if self.is_even:
             return stored
-        shape = self.sharding.shard_shape(self.stored_shape)
         with _jax.no_mesh():
-            arrays = [pad_to(x, shape) for x in stored.arrays]
-            return jax.make_array_from_single_device_arrays(self.stored_shape, self.sharding, arrays)
+            return super().of_shards(stored.arrays)
 
     def unpadded(self, padded: jax.Array) -> Any:
         if self.is_even:
             return padded
         with _jax.no_mesh():
-            pieces = zip(parts(padded), self.positions, strict=True)
-            return Shards([cut_to(x, self.shard_shape(at)) for x, at in pieces])
+            return Shards([cut_to(x, shape) for x, shape in zip(parts(padded), self.local_shapes, strict=True)])
 
     def joined_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
         """The global shape of an array whose shards are all as long as that of the device at `coords`."""
@@ -135,7 +139,8 @@ class ExactStorage(Storage):
         if self.is_even:
             return stored
         if stored.joined is None:
-            shape = self.joined_shape(self.positions[0])
+            shape = self.local_joined_shape
+            assert shape is not None
             stored.joined = jax.make_array_from_single_device_arrays(shape, self.sharding, list(stored.arrays))
         return stored.joined
 
@@ -154,8 +159,8 @@ class ExactStorage(Storage):
             return super().fetch(stored)
         if self.sharding.is_fully_addressable:
             out = np.empty(self.shape, self.dtype)
-            for at, x in zip(self.positions, stored.arrays, strict=True):
-                out[self.slices(at)] = x
+            for slices, x in zip(self.local_slices, stored.arrays, strict=True):
+                out[slices] = x
             return out
         # Others hold the rest: all send padded shards, of one shape.
         plain = Storage(**{name: getattr(self, name) for name in Storage.__dataclass_fields__})

@@ -19,10 +19,10 @@ from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Stage
 from hapsynth.lower._control_flow import Env
 from hapsynth.lower._device_groups import Positions, alike
-from hapsynth.lower._exact_storage import ExactStorage, Shards, local_positions
+from hapsynth.lower._exact_storage import ExactStorage, Shards
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import Latencies
-from hapsynth.lower._storage import Storage, own_mesh
+from hapsynth.lower._storage import Storage, local_positions, own_mesh
 from hapsynth.lower._switch_form import Lowered
 
 

@@ -50,8 +50,10 @@ def _placed(constant: Any, storage: Storage) -> _Placed:
     shared = not isinstance(constant, jax.Array) or constant.is_fully_addressable or constant.is_fully_replicated
     found = _PLACED.get(key) if shared else None
     if found is None:
-        # JAX arrays can't change, so they may be shared; a NumPy array may be written to later.
-        found = _Placed(constant, storage.put(constant, copy=not isinstance(constant, jax.Array)))
+        # JAX arrays can't change, so they may be shared; a NumPy array may be written to later. A shard that has
+        # another array's memory would be gone where a call consumes that one.
+        copy = not (isinstance(constant, jax.Array) and storage.is_even and storage.sharding.is_fully_addressable)
+        found = _Placed(constant, storage.put(constant, copy=copy))
         if shared:
             _PLACED[key] = found
     return found

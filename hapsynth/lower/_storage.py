@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -53,10 +53,15 @@ def host_array(x: Any) -> Any:
             sharding = x.sharding
             assert isinstance(sharding, NamedSharding)
             with _jax.no_mesh():
-                whole = NamedSharding(sharding.mesh, PartitionSpec())
-                options = options_of(next(iter(x.devices())).platform)
-                x = jax.jit(lambda y: y, out_shardings=whole, compiler_options=options)(x)
+                x = _gather(sharding.mesh, next(iter(x.devices())).platform)(x)
     return np.asarray(x)
+
+
+@lru_cache(maxsize=64)
+def _gather(mesh: Mesh, platform: str) -> Any:
+    """Makes an array whole on all devices of its mesh: of one shape traced and compiled once."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda x: x, out_shardings=whole, compiler_options=options_of(platform))
 
 
 def with_weak_type(x: Any, dtype: Any, weak: bool) -> Any:
@@ -80,6 +85,13 @@ def put_copy(x: np.ndarray, where: Any) -> jax.Array:
     if any(begin <= piece.unsafe_buffer_pointer() < end for piece in pieces):
         put = jax.block_until_ready(put.copy())
     return put
+
+
+def local_positions(mesh: Mesh) -> list[tuple[int, ...]]:
+    """Where in the mesh this process's devices are, row-major, as `mesh.local_devices` lists them."""
+    here = jax.process_index()
+    places = zip(np.ndindex(*mesh.devices.shape), mesh.devices.flat, strict=True)
+    return [at for at, device in places if device.process_index == here]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +150,11 @@ class Storage:
             found[dim] = slice(sum(lengths[:at]), sum(lengths[: at + 1]))
         return tuple(found)
 
+    @cached_property
+    def local_slices(self) -> list[tuple[slice, ...]]:
+        """The part of the logical value on each device of this process, in mesh order."""
+        return [self.slices(at) for at in local_positions(self.mesh)]
+
     def shard_shape(self, coords: Sequence[int]) -> tuple[int, ...]:
         """The exact shape of the shard on the device at `coords` of the mesh."""
         return tuple(s.stop - s.start for s in self.slices(coords))
@@ -159,10 +176,13 @@ class Storage:
         """Whether an array of the logical shape and dtype lies as it is stored."""
         if not self.is_even:
             return False
-        if _jax.is_extended(self.dtype):
-            # JAX writes out in the spec of keys also the dimensions that nothing cuts.
-            return x.sharding.is_equivalent_to(self.sharding, x.ndim)
-        return x.sharding == self.sharding
+        # JAX writes out in the spec of keys also the dimensions that nothing cuts.
+        return self.shards_fit(x) if _jax.is_extended(self.dtype) else x.sharding == self.sharding
+
+    def shards_fit(self, x: jax.Array) -> bool:
+        """Whether every shard of an array of the logical shape and dtype lies where it is stored, whatever the axes of
+        its mesh are called and of whatever type they are."""
+        return self.is_even and x.sharding.is_equivalent_to(self.sharding, x.ndim)
 
     def is_alike(self, other: Storage) -> bool:
         """Whether what is stored so can take the memory of what is stored as `other`."""
@@ -186,11 +206,23 @@ class Storage:
 
         With `copy` the result shares no memory with `x`, so that it may be donated.
         """
-        if self.is_even:
-            with _jax.no_mesh():
-                return self._put_even(x, copy)
-        host = np.asarray(host_array(x), self.dtype)
-        return self.put_shards(lambda slices: host[slices])
+        with _jax.no_mesh():
+            if self.is_even and self.sharding.is_fully_addressable:
+                stored = self._put_here(x, copy)
+            elif isinstance(x, jax.Array) and self.shards_fit(x):
+                stored = self.of_shards(self._held_shards(x, copy))
+            elif isinstance(x, jax.Array) and self._is_whole_here(x):
+                stored = self.of_shards(self._cut_shards(x, copy))
+            elif _jax.is_extended(self.dtype):
+                data = host_array(jax.random.key_data(x))
+                stored = jax.make_array_from_callback(data.shape, self.sharding, lambda index: np.array(data[index]))
+                stored = jax.random.wrap_key_data(stored, impl=jax.random.key_impl(x))
+            else:
+                host = np.asarray(host_array(x), self.dtype)
+                return self.put_shards(lambda slices: host[slices])
+            if isinstance(stored, jax.Array) and getattr(stored, "weak_type", False) != self.weak_type:
+                stored = with_weak_type(stored, self.dtype, self.weak_type)
+            return stored
 
     def put_shards(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
         """Store what `read` gives for the slices of each shard of this process: just that part of the logical value.
@@ -205,8 +237,8 @@ class Storage:
                 position = (index[dim].start or 0) // largest
                 start, length = sum(lengths[:position]), lengths[position]
                 pieces[dim], padding[dim] = slice(start, start + length), (0, largest - length)
-            piece = np.array(read(tuple(pieces)))
-            return np.pad(piece, padding) if padding else piece
+            piece = read(tuple(pieces))
+            return np.pad(piece, padding) if any(after for _, after in padding) else np.array(piece)
 
         stored = jax.make_array_from_callback(self.stored_shape, self.sharding, shard)
         if not self.weak_type:
@@ -214,26 +246,54 @@ class Storage:
         with _jax.no_mesh():
             return with_weak_type(stored, self.dtype, True)
 
-    def _put_even(self, x: Any, copy: bool) -> jax.Array:
-        if not self.sharding.is_fully_addressable:
-            x = self._put_among_processes(x)
-        else:
-            if isinstance(x, jax.Array):
-                # `may_alias=False` alone keeps the shard that lies right already.
-                x = jax.device_put(x.copy() if copy else x, self.sharding, may_alias=False if copy else None)
-            else:
-                host = np.asarray(x, self.dtype)
-                x = put_copy(host, self.sharding) if copy else jax.device_put(host, self.sharding)
-        if getattr(x, "weak_type", False) != self.weak_type:
-            x = with_weak_type(x, self.dtype, self.weak_type)
-        return x
+    def of_shards(self, shards: Sequence[jax.Array]) -> Any:
+        """What is stored of the shards of exact shape on this process's devices, in mesh order; it takes their
+        memory."""
+        shape = self.sharding.shard_shape(self.stored_shape)
+        arrays = [pad_to(x, shape) for x in shards]
+        return jax.make_array_from_single_device_arrays(self.stored_shape, self.sharding, arrays)
 
-    def _put_among_processes(self, x: Any) -> jax.Array:
-        """Always a copy, which `device_put` makes none of for other processes' devices."""
-        keys = _jax.is_extended(self.dtype)
-        host = np.array(jax.random.key_data(x)) if keys else np.array(host_array(x), self.dtype)
-        x_or_data = jax.make_array_from_callback(host.shape, self.sharding, lambda index: host[index])
-        return jax.random.wrap_key_data(x_or_data, impl=jax.random.key_impl(x)) if keys else x_or_data
+    def _put_here(self, x: Any, copy: bool) -> jax.Array:
+        """Even shards, all of this process's devices."""
+        if isinstance(x, jax.Array):
+            # `may_alias=False` alone keeps the shard that lies right already.
+            return jax.device_put(x.copy() if copy else x, self.sharding, may_alias=False if copy else None)
+        host = np.asarray(x, self.dtype)
+        return put_copy(host, self.sharding) if copy else jax.device_put(host, self.sharding)
+
+    def _held_shards(self, x: jax.Array, copy: bool) -> list[jax.Array]:
+        """The shards of an array whose `shards_fit`."""
+        held = {s.device: s.data for s in x.addressable_shards}
+        # Of an array without elements JAX may give the whole as each shard.
+        shape = self.sharding.shard_shape(self.shape)
+        shards = [held[d] if x.size else held[d].reshape(shape) for d in self.mesh.local_devices]
+        return [shard.copy() for shard in shards] if copy else shards
+
+    def _is_whole_here(self, x: jax.Array) -> bool:
+        """Whether a device of this process holds all of an array, in memory that it computes on."""
+        where = x.sharding
+        usual = where.memory_kind == self.sharding.memory_kind and x.dtype == self.dtype
+        return usual and where.is_fully_replicated and bool(where.addressable_devices)
+
+    def _cut_shards(self, x: jax.Array, copy: bool) -> list[jax.Array]:
+        """The shards of an array that a device here holds whole. Nothing waits until it is computed, as a look at it
+        from the host would."""
+        if not self.is_even and getattr(x, "weak_type", False):
+            # Weak is the whole that is made of even shards, and nothing of uneven ones.
+            x = with_weak_type(x, self.dtype, False)
+        held = {s.device: s.data for s in x.addressable_shards}
+        first = next(iter(held.values()))
+        shards: list[jax.Array] = []
+        for device, slices in zip(self.mesh.local_devices, self.local_slices, strict=True):
+            whole = held.get(device, first)
+            shard = whole
+            if any(s.stop - s.start < n for s, n in zip(slices, self.shape)):
+                shard = lax.slice(whole, [s.start for s in slices], [s.stop for s in slices])
+            elif copy and device in held:
+                # On its own device `device_put` makes none.
+                shard = whole.copy()
+            shards.append(jax.device_put(shard, device))
+        return shards
 
     def padded(self, stored: Any) -> jax.Array:
         """What is stored as one array on the mesh, every shard padded to the largest. All processes must call."""

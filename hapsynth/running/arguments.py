@@ -93,19 +93,16 @@ class Arguments:
 
     def place(self, lowered: Lowered | Staged, leaves: Sequence[Any]) -> list[Any]:
         """The stored inputs of a checked call. Those stored right are passed as they are and may be consumed."""
-        stored: list[Any] = []
-        consumed: set[int] = set()
         arrays = [leaves[leaf] for leaf in self.traced.array_leaves]
+        stored: list[Any] = [_as_stored(leaf, storage) for leaf, storage in zip(arrays, lowered.inputs, strict=True)]
+        consumed = {id(x) for x, donated in zip(stored, lowered.donated, strict=True) if donated and x is not None}
         moved: list[int] = []
         for i, (leaf, storage, donated) in enumerate(zip(arrays, lowered.inputs, lowered.donated, strict=True)):
-            x = _as_stored(leaf, storage)
-            if x is None:
-                if _is_divided(leaf) and i not in self._moved:
+            if stored[i] is None:
+                if i not in self._moved and _is_divided(leaf, storage):
                     moved.append(i)
-                x = storage.put(plain(leaf), copy=donated)
-            if donated:
-                consumed.add(id(x))
-            stored.append(x)
+                # A shard may be the memory of an array that the call consumes as another argument.
+                stored[i] = storage.put(plain(leaf), copy=donated or id(leaf) in consumed)
         if moved:
             self._moved.update(moved)
             said = ", ".join(self.traced.in_paths[i] for i in moved)
@@ -294,9 +291,11 @@ def _as_stored(leaf: Any, storage: Storage) -> jax.Array | Shards | None:
     return leaf if isinstance(leaf, jax.Array) and storage.holds(leaf) else None
 
 
-def _is_divided(leaf: Any) -> bool:
-    """Whether an array lies on several devices already."""
-    return isinstance(leaf, ShardedArray) or (isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1)
+def _is_divided(leaf: Any, storage: Storage) -> bool:
+    """Whether an array lies on several devices already, otherwise than it is stored."""
+    if not isinstance(leaf, jax.Array):
+        return isinstance(leaf, ShardedArray)
+    return len(leaf.sharding.device_set) > 1 and not storage.shards_fit(leaf)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -109,8 +109,9 @@ FED = """
     batch = plan.shard_from_process_local_data(part("[1]"), 1)
     assert plan.local_slices(1).process[0] == (slice(0, 48), slice(48, 96))[me]
     state = plan.shard_from_process_local_data((part("[0][0]"), part("[0][1]"), np.int32(0)), 0)
-    for _ in range(2):
-        state, _ = plan(state, batch)
+    users = jax.sharding.NamedSharding(jax.make_mesh((2,), ("data",)), jax.sharding.PartitionSpec("data"))
+    for fed in (batch, jax.make_array_from_process_local_data(users, part("[1]"))):
+        state, _ = plan(state, fed)
     assert plan.drift(state).equal and plan.drift(state).leaves
 
     # The second process has become half as fast, as each measures for itself.
@@ -149,6 +150,79 @@ FED = """
     apart = hapsynth.autotune(lone, given, x, steps=1)
     assert len(apart.seconds) == 2 and min(apart.seconds.values()) > 0
     print("fed", plan.sizes.shares, found.name, found.seconds, apart.name, apart.seconds)
+"""
+
+PLACED = """
+    import tracemalloc
+    from jax.sharding import NamedSharding, PartitionSpec as P
+    from hapsynth.instructions.layout import R, S
+    from hapsynth.lower import ExactStorage, Shards, Storage, _storage, parts
+
+    me, own, users = jax.process_index(), _storage.own_mesh(mesh, [("hap", 2)]), jax.make_mesh((2,), ("data",))
+    host_array, read, compiled = _storage.host_array, [], []
+    _storage.host_array = lambda x: read.append(x) or host_array(x)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if event.startswith("/jax/core/compile/") else None
+    )
+    lies = lambda spec, make, on=users: jax.jit(make, out_shardings=NamedSharding(on, spec))()
+    numbers = lambda: jnp.arange(16.0).reshape(8, 2)
+    keys = lambda: jax.random.split(jax.random.key(5), 8)
+
+    def placed(kind, x, *lengths, reads=0, weak=False):
+        cut = ((S(0),), {0: ((0,), lengths)}) if lengths else ((R,), {})
+        storage = kind(x.shape, x.dtype, weak, *cut, own)
+        rows = storage.slices((me,))
+        for copy in (False, True):
+            stored = storage.put(x, copy=copy)
+            assert len(read) == reads, (x, read)
+            (shard,) = stored.arrays if isinstance(stored, Shards) else parts(stored)
+            assert isinstance(stored, Shards) or storage.holds(stored) or not storage.is_even
+            pieces = [s.data for s in x.addressable_shards] if isinstance(x, jax.Array) else []
+            data = jax.random.key_data if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else lambda a: a
+            shared = [data(p).unsafe_buffer_pointer() == data(shard).unsafe_buffer_pointer() for p in pieces]
+            assert not (copy and x.size and any(shared))
+            whole = host_array(x)
+            read.clear()
+            due = data(whole)[rows]
+            np.testing.assert_array_equal(data(shard)[: len(due)] if lengths else data(shard), due)
+        return stored
+
+    for kind in (Storage, ExactStorage):
+        # As the user's own mesh has it, of other axes and types.
+        rows = numbers()[4 * me : 4 * me + 4]
+        placed(kind, jax.make_array_from_process_local_data(NamedSharding(users, P("data")), np.asarray(rows)), 4, 4)
+        placed(kind, lies(P("data"), keys), 4, 4)
+        placed(kind, lies(P(), numbers))
+        for shape in ((8, 0), (0, 2)):
+            placed(kind, lies(P("data"), lambda: jnp.zeros(shape)), *[shape[0] // 2] * 2)
+        # On the same devices in another order.
+        placed(kind, lies(P("data"), numbers, Mesh(np.array(jax.devices()[::-1]), ("data",))), 4, 4, reads=1)
+        # What this process alone has, whole.
+        placed(kind, jax.random.fold_in(jax.random.key(1), 3))
+        placed(kind, jnp.full((), 0.1), weak=True)
+        for x in (numbers(), lies(P(), numbers)):
+            for lengths in ((4, 4), (6, 2), (0, 8)):
+                placed(kind, x, *lengths)
+        # NumPy's, of which each takes its own rows.
+        x = np.ones((1 << 20, 2), np.float32)
+        storage = kind(x.shape, x.dtype, False, (S(0),), {0: ((0,), (1 << 19, 1 << 19))}, own)
+        tracemalloc.start()
+        stored = storage.put(x, copy=False)
+        assert x.nbytes / 2 <= tracemalloc.get_traced_memory()[1] < 0.75 * x.nbytes
+        tracemalloc.stop()
+        x[:] = 0
+        assert parts(stored)[0].min() == 1
+        read.clear()
+
+    # What is gathered all the same is compiled once.
+    for _ in range(2):
+        compiled.clear()
+        x = jax.make_array_from_process_local_data(NamedSharding(users, P("data")), np.asarray(rows))
+        compiled.clear()
+        np.testing.assert_array_equal(host_array(x), numbers())
+    assert not compiled, compiled
+    _storage.host_array = host_array
+    print("placed ", flush=True)
 """
 
 SEVERAL = """
@@ -209,14 +283,20 @@ def test_state_and_keys_are_placed_among_processes() -> None:
 
 @cache
 def fed_and_several() -> list[str]:
-    """Both by the same two processes, which take longer to start than for either."""
-    return two(HEAD + SEVERAL + FED)
+    """All by the same two processes, which take longer to start than for any."""
+    return two(HEAD + PLACED + SEVERAL + FED)
 
 
 def ended(said: str, what: str) -> str:
     """The line that is printed at its end."""
     (line,) = (line for line in said.splitlines() if line.startswith(f"{what} "))
     return line
+
+
+@pytest.mark.slow
+def test_arrays_of_devices_are_placed_by_them() -> None:
+    for said in fed_and_several():
+        ended(said, "placed")
 
 
 @pytest.mark.slow

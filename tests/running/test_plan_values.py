@@ -157,6 +157,18 @@ def test_a_constant_outlives_the_state_that_it_is(form: Form) -> None:
     assert_same(plan(0 * w), want, plan)
 
 
+@pytest.mark.parametrize("form", ["switch", "staged"])
+def test_state_that_is_another_argument_too_and_lies_whole_on_one_device(form: Form) -> None:
+    """The shard of the device that has all rows could be the memory of the state, which is consumed."""
+    x = floats(8, 2)
+    fn = lambda w, x: w + jnp.tanh(x).sum(0, keepdims=True)
+    asked: dict[str, Any] = {"fixed": {"[0]": "R", "[1]": "S(0)"}, "ratios": [0, 1], "leave_out": False, "form": form}
+    plan = hapsynth.synthesize(fn, (x, x), mesh_of(2), cluster=thin_cluster((1, 1)), **asked)
+    state = plan.shard(x)
+    assert_same(plan(state, state), jax.jit(fn)(x, x), plan)
+    assert state.is_deleted()
+
+
 @pytest.mark.parametrize(
     "fn", [lambda: 3.0, lambda: (), lambda x: x + 1, lambda x: None], ids=["const", "none", "scalar", "unused"]
 )
