@@ -151,6 +151,11 @@ class LoweredProgram(ABC):
         ops reuse the buffers of collectives, and wait for them."""
         return self.scheduled and self.gloo is not None and _jax.cpu_threads() > 1
 
+    @cached_property
+    def catches_up(self) -> bool:
+        """Whether calls wait for one another."""
+        return self.local.platform == "cpu" and len(self.mesh.local_devices) > 1
+
     def catch_up(self, arrays: Sequence[Any]) -> None:
         """Wait until several CPU devices have made `arrays`: no program is launched on them far ahead of what runs.
 
@@ -158,7 +163,7 @@ class LoweredProgram(ABC):
         thread until one ends, and none may be left to run it: 400 calls of a plain `jax.jit` with an all-gather on four
         devices of two cores hang.
         """
-        if self.local.platform == "cpu" and len(self.mesh.local_devices) > 1:
+        if self.catches_up:
             jax.block_until_ready([x for x in arrays if not x.is_deleted()])
 
     @abstractmethod

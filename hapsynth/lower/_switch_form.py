@@ -61,15 +61,20 @@ class Lowered(LoweredProgram):
         self.catch_up([*arrays, *self._last])
         if not self.recording:
             made = (self.compiled or self.function)(*arrays)
-            # All results are there at once, and this one keeps the least memory.
-            self._last = sorted(made, key=lambda x: x.size)[:1]
+            if self.catches_up:
+                # All results are there at once, and this one keeps the least memory.
+                self._last = sorted(made, key=lambda x: x.size)[:1]
             return made
         if self.compiled is None:
-            self.prepare()
+            self._compile()
         made, self.recorded = record_program(self.compiled, arrays)
         return made
 
     def prepare(self) -> str:
+        return hashlib.sha256(self._compile().as_text().encode()).hexdigest()[:16]
+
+    def _compile(self) -> Any:
+        """Compile now; the function as lowered."""
         lowered = self.lower()
         self.compiled = compile_with(lowered, self.latencies)
         if self.overlaps and (held := held_bytes(self.compiled)) > self.memory_limit_bytes:
@@ -79,12 +84,12 @@ class Lowered(LoweredProgram):
                 OverlapWarning,
             )
             self.compiled = compile_with(lowered, self.latencies, self.compiler_options)
-        return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+        return lowered
 
     @property
     def compiled_collectives(self) -> list[str]:
         if self.compiled is None:
-            self.prepare()
+            self._compile()
         compiled: Any = self.compiled
         return [str(c) for c in collectives_of(compiled.as_text())]
 

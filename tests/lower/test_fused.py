@@ -62,11 +62,15 @@ def test_each_computes_its_own_part() -> None:
     assert flops[0] / flops[1] == pytest.approx(3, rel=0.1)
 
 
-def test_one_process_of_alike_shares() -> None:
+def test_one_process_of_alike_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = hapsynth.synthesize(
         CASES["branches"].fn, arguments(), first_devices(4), cluster=thin_cluster((1.0,) * 4), form="fused"
     )
     assert isinstance(plan.lowered, Fused)
+    with monkeypatch.context() as patch:
+        # Nobody reads its text, which of a large program takes seconds to print.
+        patch.delattr(jax.stages.Lowered, "as_text")
+        plan.lowered.prepare()
     assert_right(CASES["branches"], plan)
     assert plan.result.exact
 

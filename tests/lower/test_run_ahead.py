@@ -5,7 +5,15 @@ import os
 import subprocess
 import sys
 import textwrap
+import weakref
 from pathlib import Path
+
+import numpy as np
+from slow_devices import first_devices, thin_cluster
+
+import hapsynth
+
+X = np.ones((4, 8), np.float32)
 
 CALLS = """
     import sys
@@ -38,3 +46,13 @@ def test_hundreds_of_calls_without_a_look_at_the_results() -> None:
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     assert [0 < float(value) < 1 for value in run.stdout.split()] == [True, True]
+
+
+def test_a_device_that_waits_for_none_keeps_no_result_alive() -> None:
+    """The user's last reference to a result is the last: a large one would stay until the next call."""
+    plan = hapsynth.synthesize(lambda x: x * 2, (X,), first_devices(1), cluster=thin_cluster((1.0,)))
+    assert plan.form == "switch"
+    result = plan(X)
+    kept = weakref.ref(result)
+    del result
+    assert kept() is None
