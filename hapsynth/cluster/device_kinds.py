@@ -36,8 +36,8 @@ _FLOAT64_FRACTION = 1 / 64
 _NO_CONTENTION = 1.0
 
 _RATES = ("float64", "float32", "tf32", "float16", "bfloat16")
-# The first rate that the kind has is the one that a dtype gets. XLA runs float32 contractions on the TF32
-# units at the default precision. What is not floating point runs on the ordinary cores, at float32's rate.
+# The first rate that the kind has is the one that a contraction of a dtype gets. XLA runs those of float32 on the TF32
+# units unless their precision is HIGHEST (`GetBlasComputationType`). All else runs on the ordinary cores.
 _FALLBACK = {
     "float32": ("tf32", "float32"),
     "complex64": ("tf32", "float32"),
@@ -176,14 +176,15 @@ class DeviceKind:
         classes = (own, *OP_CLASSES[own].counts_as) if own in OP_CLASSES else ()
         return next(((c, d) for c in classes for d in _counts_as(dtype) if d in self.measured.get(c, {})), None)
 
-    def rate(self, dtype: object) -> float:
-        """FLOP/s reached by a contraction of `dtype` (a NumPy dtype or its name): `efficiency` x the peak.
+    def rate(self, dtype: object, *, ordinary: bool = False) -> float:
+        """FLOP/s reached by a contraction of `dtype` (a NumPy dtype or its name): `efficiency` x the peak. `ordinary`:
+        of what the ordinary cores do, an op that is no contraction or one of full precision.
 
         float32 counts at tf32's peak where the device has one (XLA's default precision); "tf32" may be asked for by
         name. A missing bfloat16 or float16 falls back to the other, then to float32, a missing float64 to 1/64 of
         float32; 8-bit floats count as float16; integers, bools and whatever is unknown as float32's ordinary cores.
         """
-        name = self.counts_as(dtype)
+        name = self.counts_as(dtype, ordinary=ordinary)
         peak = self.flops[name] if name else self.flops["float32"] * _FLOAT64_FRACTION
         return self.efficiency_at(name) * peak
 
@@ -191,9 +192,12 @@ class DeviceKind:
         """The fraction of the peak that is reached at one of `flops`, as `counts_as` names it."""
         return self.efficiencies.get(rate or "float64", self.efficiency)
 
-    def counts_as(self, dtype: object) -> str | None:
+    def counts_as(self, dtype: object, *, ordinary: bool = False) -> str | None:
         """Which of `flops` a dtype gets; None for float64 where the kind does not say."""
-        return next((d for d in _counts_as(dtype) if d in self.flops), None)
+        names = _counts_as(dtype)
+        if ordinary and names != ("float64",):
+            return "float32"
+        return next((d for d in names if d in self.flops), None)
 
     def faster(self, speed: float, name: str | None = None) -> "DeviceKind":
         """The same device `speed` times as fast, in computing and in reaching its memory; the memory stays."""

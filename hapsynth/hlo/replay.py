@@ -85,10 +85,10 @@ def steps_of(module: Module, computation: str) -> Iterator[tuple[Instruction, Co
 
 def kernel_seconds(work: Work, kind: DeviceKind) -> float:
     """By the roofline: a launch, and then computing or moving bytes, whichever takes longer."""
-    computing = work.elementwise / (kind.efficiency_at("float32") * kind.flops["float32"])
-    for flops, dtype in work.contracted:
+    computing = work.elementwise / kind.rate("float32", ordinary=True)
+    for flops, dtype, precise in work.contracted:
         curve = kind.curve("matmul", dtype)
-        computing += flops / kind.rate(dtype) if curve is None else float(curve.seconds(flops))
+        computing += flops / kind.rate(dtype, ordinary=precise) if curve is None else float(curve.seconds(flops))
     return kind.overhead + max(computing, work.nbytes / kind.bandwidth)
 
 

@@ -1,8 +1,9 @@
 """What one instruction of a scheduled program does: FLOPs and the bytes that it moves.
 
-Contractions count 2 FLOPs for each product, wherever they are: a dot in a fusion, cuBLAS's and cuDNN's calls. Anything
-else that a kernel computes counts one for each element. A kernel reads each operand once, of one that it only slices
-the slice, and writes its result once, of one that it updates in place the update.
+Contractions count 2 FLOPs for each product, 8 for each of complex numbers, wherever they are: a dot in a fusion,
+cuBLAS's and cuDNN's calls. Anything else that a kernel computes counts one for each element. A kernel reads each
+operand once, of one that it only slices the slice, and writes its result once, of one that it updates in place the
+update.
 """
 
 from __future__ import annotations
@@ -24,21 +25,24 @@ FREE = frozenset(
 )
 """What starts no kernel."""
 _BITS = {"pred": 8, "token": 0, "c64": 64, "c128": 128}
-_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64"}
+_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+_NAMES |= {"c64": "complex64", "c128": "complex128"}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape")
 _REORDERED = ("transpose", "copy")
 """Views within a kernel: of what it slices then it reads the slice."""
 _COMPUTES_NOTHING = FREE | {*_SLICES, *_VIEWS} | {"broadcast", "iota", "copy", "transpose", "concatenate", "pad"}
+_PRECISE = re.compile(r'operand_precision(=\{|":\[)[^\]}]*highest', re.IGNORECASE)
 _CONVOLUTION = re.compile(r"([a-z0-9]+)_([a-z0-9]+)->")
 
 
 class Contracted(NamedTuple):
-    """FLOPs of products, and the dtype that they are taken in, as NumPy names it."""
+    """FLOPs of products, the dtype that they are taken in, as NumPy names it; `precise`: whether TF32 won't do."""
 
     flops: float
     dtype: str
+    precise: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,14 +143,14 @@ class Computation:
         else:
             return []
         dtype, shape = _array(self.type(i.operands[0]))
-        return [_product(2.0 * prod(_array(i.type)[1]) * prod(shape[d] for d in over), dtype)]
+        return [_products(i, prod(_array(i.type)[1]) * prod(shape[d] for d in over), dtype)]
 
     def _convolved(self, i: Instruction, result: str, kernel: str) -> list[Contracted]:
         """Each element of the forward result is a sum over what one output channel of the kernel holds."""
         labels = _CONVOLUTION.search(i.attribute("dim_labels"))
         dtype, shape = _array(kernel)
         each = prod(n for n, label in zip(shape, labels[2] if labels else "", strict=False) if label != "o")
-        return [_product(2.0 * prod(_array(result)[1]) * each, dtype)]
+        return [_products(i, prod(_array(result)[1]) * each, dtype)]
 
     def _moved(self, i: Instruction) -> float:
         made = nbytes(i.type)
@@ -193,8 +197,9 @@ class Computation:
         return nbytes(self.type(name))
 
 
-def _product(flops: float, dtype: str) -> Contracted:
-    return Contracted(flops, "float8" if dtype.startswith("f8") else _NAMES.get(dtype, "int32"))
+def _products(i: Instruction, count: int, dtype: str) -> Contracted:
+    name = "float8" if dtype.startswith("f8") else _NAMES.get(dtype, "int32")
+    return Contracted((8.0 if dtype in ("c64", "c128") else 2.0) * count, name, bool(_PRECISE.search(i.attributes)))
 
 
 def _inside(module: Module, fusion: Instruction) -> Iterator[tuple[Instruction, Computation]]:

@@ -150,7 +150,7 @@ class _Lines:
         device = int(model.device_times(work, fractions).argmax())
         flops, moved, _ = (float(of[device]) for of in model.loads(work, fractions))
         alone = np.where(np.arange(model.n) == device, flops, 0.0)
-        spent = float(model.speeds(work.op_class, work.dtype).seconds(alone)[device])
+        spent = float(model.speeds(work.op_class, work.dtype, ordinary=work.ordinary).seconds(alone)[device])
         kind = model.cluster.devices[device]
         return Computing(
             what,
@@ -164,7 +164,7 @@ class _Lines:
             kind.overhead,
             flops,
             spent,
-            rate_source(self.plan.cluster, kind, work.op_class, work.dtype) if spent else "",
+            rate_source(self.plan.cluster, kind, work.op_class, work.dtype, ordinary=work.ordinary) if spent else "",
             moved,
             kind.bandwidth,
             _source(self.plan.cluster, kind),
@@ -231,7 +231,7 @@ def _source(cluster: Cluster, kind: DeviceKind) -> str:
     return f"{kind.source or 'the cluster file'}{f', {day}' if (kind.measured or kind.ops) and day else ''}"
 
 
-def rate_source(cluster: Cluster, kind: DeviceKind, op_class: str, dtype: str) -> str:
+def rate_source(cluster: Cluster, kind: DeviceKind, op_class: str, dtype: str, *, ordinary: bool = False) -> str:
     """Where the rate of a class of ops, or of the op with a signature, comes from on a kind of device."""
     source = _source(cluster, kind)
     if op_class in kind.ops:
@@ -239,7 +239,7 @@ def rate_source(cluster: Cluster, kind: DeviceKind, op_class: str, dtype: str) -
     measured = kind.measured_as(op_class, dtype)
     if measured is not None:
         return f"measured curve of {' '.join(measured)}, {source}"
-    name = kind.counts_as(dtype)
+    name = kind.counts_as(dtype, ordinary=ordinary)
     peak = f"{name} peak" if name else "float32 peak / 64"
     efficiency = kind.efficiency_at(name)
     return f"{peak}{f' x {efficiency:g}' if efficiency != 1 else ''}, {source}"

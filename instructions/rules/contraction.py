@@ -16,9 +16,22 @@ from hapsynth.instructions.rules.registry import bind, register
 CONTRACTIONS = ("dot_general", "conv_general_dilated")
 
 
+def is_precise(op: Op) -> bool:
+    """Whether a contraction is of full precision, for which XLA takes no TF32 units."""
+    asked = op.params.get("precision") if op.name in CONTRACTIONS else None
+    if isinstance(asked, tuple):
+        return lax.Precision.HIGHEST in asked
+    return asked in (lax.Precision.HIGHEST, lax.DotAlgorithmPreset.F32_F32_F32)
+
+
+def _flops_of_product(op: Op) -> float:
+    """A complex product is four real ones, and as many sums."""
+    return 8.0 if np.issubdtype(op.dtypes[0], np.complexfloating) else 2.0
+
+
 def _dot_flops(op: Op) -> float:
     (contract, _), _ = op.params["dimension_numbers"]
-    return 2.0 * prod(op.result_shapes[0]) * prod(op.shapes[0][d] for d in contract)
+    return _flops_of_product(op) * prod(op.result_shapes[0]) * prod(op.shapes[0][d] for d in contract)
 
 
 def _dot_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
@@ -75,10 +88,10 @@ def _taps(op: Op, axis: int) -> int:
 
 
 def _conv_flops(op: Op) -> float:
-    """A multiplication and an addition per tap: padding and the holes of a dilated input cost nothing."""
+    """A product and a sum per tap: padding and the holes of a dilated input cost nothing."""
     dn = op.params["dimension_numbers"]
     features = op.shapes[1][dn.rhs_spec[1]] * prod(op.result_shapes[0][d] for d in dn.out_spec[:2])
-    return 2.0 * features * prod(_taps(op, axis) for axis in range(len(dn.out_spec) - 2))
+    return _flops_of_product(op) * features * prod(_taps(op, axis) for axis in range(len(dn.out_spec) - 2))
 
 
 def _conv_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:

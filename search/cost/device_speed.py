@@ -19,10 +19,10 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 class Speeds:
     """The devices' times for ops of one class and dtype, or of one signature: by a measured curve, or flops / rate
-    where there is none."""
+    where there is none. `ordinary`: at the rate of the ordinary cores."""
 
-    def __init__(self, devices: Sequence[DeviceKind], op_class: str, dtype: str) -> None:
-        self.rate = np.array([kind.rate(dtype) for kind in devices])
+    def __init__(self, devices: Sequence[DeviceKind], op_class: str, dtype: str, *, ordinary: bool) -> None:
+        self.rate = np.array([kind.rate(dtype, ordinary=ordinary) for kind in devices])
         curves = {kind: kind.curve(op_class, dtype) if op_class else None for kind in dict.fromkeys(devices)}
         self._curves = [
             (np.array([d == kind for d in devices]), curve) for kind, curve in curves.items() if curve is not None
@@ -74,13 +74,13 @@ class DeviceFigures:
         """Rows, columns or terms that a contraction works on at once."""
         self.outputs = min((k.granularity.outputs for k in kinds), default=1)
         """Results that a kernel may write on all of them."""
-        self._speeds: dict[tuple[str, str], Speeds] = {}
+        self._speeds: dict[tuple[str, str, bool], Speeds] = {}
 
-    def speeds(self, op_class: str, dtype: str) -> Speeds:
+    def speeds(self, op_class: str, dtype: str, *, ordinary: bool = False) -> Speeds:
         """How long each kind takes over the flops of ops of a class and dtype."""
-        key = op_class, dtype
+        key = op_class, dtype, ordinary
         if key not in self._speeds:
-            self._speeds[key] = Speeds(self.kinds, op_class, dtype)
+            self._speeds[key] = Speeds(self.kinds, op_class, dtype, ordinary=ordinary)
         return self._speeds[key]
 
     def tile_on(self, kinds: npt.NDArray[np.int64] | slice) -> int | npt.NDArray[np.int64]:

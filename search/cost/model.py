@@ -28,7 +28,7 @@ from hapsynth.instructions.collectives import Collective, Hosts, step_between, s
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cut_dims, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node
-from hapsynth.instructions.rules.contraction import CONTRACTIONS
+from hapsynth.instructions.rules.contraction import CONTRACTIONS, is_precise
 from hapsynth.instructions.rules.factor_table import FactorTable, cut_nodes
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
@@ -44,6 +44,7 @@ from hapsynth.search.cost.roofline import Roofline
 from hapsynth.search.cost.share_range import Mask, ShareRange
 from hapsynth.search.cost.work import Work, lanes_of
 
+_SLICES = frozenset(("slice", "dynamic_slice", "gather"))
 _NEARLY = 1e-9
 """Shares of which so little is missing come to what is asked for, as rounding has it."""
 _LINE = 64.0
@@ -134,22 +135,23 @@ class CostModel:
         return self.speeds("", dtype).rate
 
     @cached_property
-    def _contracted(self) -> Mapping[str, float]:
-        """FLOPs of the graph's contractions by dtype."""
-        flops = dict[str, float]()
+    def _contracted(self) -> Mapping[tuple[str, bool], float]:
+        """FLOPs of the graph's contractions by dtype, and by whether they are of full precision."""
+        flops = dict[tuple[str, bool], float]()
         for op in self.graph.ops:
             if op.name in CONTRACTIONS:
-                dtype = str(op.dtypes[0])
-                flops[dtype] = flops.get(dtype, 0.0) + self.graph.runs[op.region] * flops_of(op)
+                key = str(op.dtypes[0]), is_precise(op)
+                flops[key] = flops.get(key, 0.0) + self.graph.runs[op.region] * flops_of(op)
         return flops
 
     def speed_of(self, kind: DeviceKind) -> float:
         """FLOP/s of a kind over the graph's contractions, each at its own dtype's rate; its rate of float32 where there
         are none."""
-        flops = {dtype: count for dtype, count in self._contracted.items() if count}
+        flops = {key: count for key, count in self._contracted.items() if count}
+        rate = lambda key: kind.rate(key[0], ordinary=key[1])
         if len(flops) < 2:
-            return kind.rate(next(iter(flops), "float32"))
-        return sum(flops.values()) / sum(count / kind.rate(dtype) for dtype, count in flops.items())
+            return rate(next(iter(flops), ("float32", False)))
+        return sum(flops.values()) / sum(count / rate(key) for key, count in flops.items())
 
     @property
     def speed(self) -> Floats:
@@ -161,11 +163,11 @@ class CostModel:
         """Which devices are of the kind with the greatest rate, the first such."""
         return self.kind_of == self.kind_of[int(np.argmax(self.speed))]
 
-    def speeds(self, op_class: str, dtype: str) -> Speeds:
+    def speeds(self, op_class: str, dtype: str, *, ordinary: bool = False) -> Speeds:
         """How long each device takes over the flops of ops of a class and dtype."""
-        key = op_class, dtype
+        key = op_class, dtype, ordinary
         if key not in self._speeds:
-            self._speeds[key] = self.figures.speeds(op_class, dtype).at(self.kind_of)
+            self._speeds[key] = self.figures.speeds(op_class, dtype, ordinary=ordinary).at(self.kind_of)
         return self._speeds[key]
 
     def position(self, axes: tuple[int, ...]) -> np.ndarray:
@@ -229,6 +231,8 @@ class CostModel:
                 tuple(at[v] for v in op.results),
                 self._turns(op),
                 self._launched[op_index],
+                is_precise(op),
+                self._updates_in_place(op),
             )
             self._kinds[op_index] = self._kind_number.setdefault(key, len(self._kind_number))
         return self._kinds[op_index]
@@ -250,8 +254,9 @@ class CostModel:
             return Work(0.0, tuple(sorted(moved.items())), 0, "float32", (0,) * len(cut), axes)
         dtype = str(op.dtypes[0] if op.dtypes else op.result_dtypes[0])
         lanes = tuple(lanes_of(op.name, factors, f) for f, _ in cut)
-        op_class = self._op_class(op_index)
-        return Work(self._amount(op_index), tuple(sorted(moved.items())), launches, dtype, lanes, axes, op_class, owned)
+        amount, op_class = self._amount(op_index), self._op_class(op_index)
+        ordinary = op.name not in CONTRACTIONS or is_precise(op)
+        return Work(amount, tuple(sorted(moved.items())), launches, dtype, lanes, axes, op_class, owned, ordinary)
 
     def _amount(self, op_index: int) -> float:
         kind = self.kind(op_index)
@@ -281,7 +286,26 @@ class CostModel:
         read = [(i, nbytes(v)) for i, v in op.value_operands if not fusible or self._materialized[v]]
         first = len(op.operands)
         written = [(first + i, nbytes(v)) for i, v in enumerate(op.results) if self._materialized[v]]
+        if op.name in _SLICES:
+            # No more is read of an operand than there is in the result.
+            part = first, nbytes(op.results[0])
+            read = [part if i == 0 and part[1] < size else (i, size) for i, size in read]
+        elif self._updates_in_place(op):
+            (of, v), passes = self._update(op), 1 if op.name == "dynamic_update_slice" else 2
+            read, written = [(i, size) for i, size in read if i != 0], [(of, passes * nbytes(v))]
         return [*read, *written], int(self._launched[op.index])
+
+    def _update(self, op: Op) -> tuple[int, int]:
+        """Which operand is written into another, and its value."""
+        return next((i, v) for i, v in op.value_operands if i == (1 if op.name == "dynamic_update_slice" else 2))
+
+    def _updates_in_place(self, op: Op) -> bool:
+        """Whether an op writes into what nothing else reads, so that XLA copies nothing of it."""
+        updated = op.operands[0] if op.name == "dynamic_update_slice" or op.name.startswith("scatter") else None
+        if not isinstance(updated, int) or len(op.results) != 1 or updated in self._fed:
+            return False
+        lies = self._materialized[updated] and self._materialized[op.results[0]]
+        return lies and len(self.graph.uses[updated]) == 1 and updated not in self.graph.constants
 
     def _turns(self, op: Op) -> bool:
         """Whether an op is a transpose that the contraction before it does."""

@@ -63,7 +63,7 @@ class Roofline:
     @cached_property
     def _speeds(self) -> list[tuple[Speeds, Ints | slice]]:
         """Which of the works each speed is for."""
-        speeds = [self.figures.speeds(w.op_class, w.dtype) for w in self.works]
+        speeds = [self.figures.speeds(w.op_class, w.dtype, ordinary=w.ordinary) for w in self.works]
         unlike = dict.fromkeys(speeds)
         if len(unlike) == 1:
             return [(speeds[0], slice(None))]

@@ -19,7 +19,8 @@ class Work(NamedTuple):
     cut factors divide them, summed over tensors; () for what every device moves itself. `lanes`, per cut factor: how
     many rows, columns or terms of a contraction it is one of, 0 where that does not matter. `axes`: those that some
     factor is cut along. `op_class`: what a profile counts the op to; its signature where some device was measured at
-    just it. `owned`: whether what is cut is all of it, so that one position has everything.
+    just it. `owned`: whether what is cut is all of it, so that one position has everything. `ordinary`: whether the
+    ordinary cores do it (`DeviceKind.rate`).
     """
 
     flops: float
@@ -30,6 +31,7 @@ class Work(NamedTuple):
     axes: tuple[int, ...] = ()
     op_class: str = ""
     owned: bool = False
+    ordinary: bool = False
 
     @property
     def divided(self) -> bool:
@@ -38,7 +40,8 @@ class Work(NamedTuple):
     @property
     def form(self) -> object:
         """What works have in common whose times are one array."""
-        return len(self.lanes), tuple(divided for divided, _ in self.moved), self.dtype, self.op_class, self.owned
+        divided = tuple(divided for divided, _ in self.moved)
+        return len(self.lanes), divided, self.dtype, self.op_class, self.owned, self.ordinary
 
 
 def tiled(fractions: Floats, lanes: int | np.ndarray, tile: int | np.ndarray) -> Floats:

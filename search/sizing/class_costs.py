@@ -280,7 +280,11 @@ class ClassCosts:
     @cached_property
     def has_curves(self) -> bool:
         """Whether some cost is measured by size: a linear program sees it as it is around the last sizes."""
-        curved = (not self.costs.speeds(w.op_class, w.dtype).linear for works in self.works for w in works.counts)
+        curved = (
+            not self.costs.speeds(w.op_class, w.dtype, ordinary=w.ordinary).linear
+            for works in self.works
+            for w in works.counts
+        )
         return any(curved) or any(w.curved for w in self.wires)
 
     def table(self, works: ComputeTerm) -> WorkTable:

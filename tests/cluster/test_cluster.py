@@ -318,6 +318,8 @@ def test_rates() -> None:
     assert full.rate(np.dtype(np.int8)) == 1
     assert full.rate(jax.numpy.bfloat16.dtype) == 8.5
     assert full.rate("float8_e4m3fn") == 8
+    ordinary = {"float64": 0.5, "complex128": 0.5, "float32": 1, "float16": 1, "float8_e4m3fn": 1, "int32": 1}
+    assert {dtype: full.rate(dtype, ordinary=True) for dtype in ordinary} == ordinary
     bare = replace(full, flops={"float32": 64.0})
     assert {d: bare.rate(d) for d in ["float64", "tf32", "bfloat16", "complex64", "complex128"]} == {
         "float64": 0.5,

@@ -142,6 +142,7 @@ def test_flops_of_contractions_wherever_they_are() -> None:
 
 GEMM = """%g = (f32[32,8]{1,0}, s8[4194304]{0}) custom-call(%u, %v), custom_call_target="__cublas$gemm", \
 backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}"""
+DOT = "%d = c64[32,8]{1,0} dot(%u, %v), lhs_contracting_dims={1}"
 CONV = """%g = (f32[2,5,8,8]{3,2,1,0}, u8[64]{0}) custom-call(%u, %v), window={size=3x3 pad=1_1x1_1}, \
 dim_labels=bf01_oi01->bf01, custom_call_target="__cudnn$convForward\""""
 
@@ -151,6 +152,21 @@ def work_of(line: str, **types: str) -> Any:
     module = parse(f"ENTRY %main () -> f32[] {{\n{lines}\n  {line}\n}}\n")
     instructions: list[Instruction] = module.computations[module.entry]
     return Computation(module, module.entry).work(instructions[-1])
+
+
+@pytest.mark.parametrize(
+    ("line", "precise"),
+    [
+        (DOT, False),
+        (DOT + ", operand_precision={default,highest}", True),
+        (DOT + ', metadata={op_name="highest"}', False),
+        (GEMM.replace("}}}", '},"precision_config":{"operand_precision":["DEFAULT","HIGHEST"]}}}'), True),
+        (GEMM.replace("}}}", '},"precision_config":{"operand_precision":["HIGH","HIGH"]}}}'), False),
+    ],
+)
+def test_products_of_full_precision(line: str, *, precise: bool) -> None:
+    (found,) = work_of(line.replace("f32", "c64"), u="c64[32,16]{1,0}", v="c64[16,8]{1,0}").contracted
+    assert found == (8 * 32 * 8 * 16, "complex64", precise)
 
 
 def test_calls_of_libraries() -> None:
