@@ -120,7 +120,7 @@ def run_trial(
         times.append(time.perf_counter() - began)
         whole = jax.tree_util.tree_leaves(plan.unshard(out))
         got = [whole[i] for i in traced.out_array_leaves]
-        judged = compare(reference, [leaves[i] for i in traced.array_leaves], got, TOLERANCE)
+        judged = compare(reference, [leaves[i] for i in traced.array_leaves], got, TOLERANCE, plan.mesh.size)
         # A leaf that fails in any step has failed; one that needed another yardstick in any step says so.
         worst = [max(old, new, key=partial(severity, rtol=TOLERANCE)) for old, new in zip(worst, judged, strict=True)]
         for source, target in traced.graph.carry:

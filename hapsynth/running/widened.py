@@ -106,8 +106,8 @@ class Widening:
                 out = lax.switch(operands[0], [partial(self._flat, b) for b in eqn.params["branches"]], *operands[1:])
             case "convert_element_type":
                 dtype = eqn.params["new_dtype"]
-                out = [operands[0] if _is_wide(dtype) else lax.convert_element_type(operands[0], dtype)]
-                out = [x.astype(_wide_dtype(dtype)) if _is_wide(dtype) else x for x in out]
+                out = [operands[0] if is_widened(dtype) else lax.convert_element_type(operands[0], dtype)]
+                out = [x.astype(_wide_dtype(dtype)) if is_widened(dtype) else x for x in out]
             case "reduce":
                 out = self._reduce(eqn, operands)
             case _ if name.startswith("scatter"):
@@ -199,7 +199,7 @@ class Widening:
             return x
         if not _jax.is_inexact(dtype):
             return jnp.asarray(x, dtype)
-        if _is_wide(dtype):
+        if is_widened(dtype):
             self.epsilon = max(self.epsilon, float(jnp.finfo(dtype).eps))
         return jnp.asarray(x).astype(_wide_dtype(dtype))
 
@@ -207,7 +207,7 @@ class Widening:
         """A wide value where one of `dtype` is declared: infinite beyond its range."""
         if not _jax.is_inexact(dtype):
             return x
-        if not _is_wide(dtype):
+        if not is_widened(dtype):
             return x.astype(dtype).astype(_wide_dtype(dtype))
         info = jnp.finfo(dtype)
         self.epsilon = max(self.epsilon, float(info.eps))
@@ -217,7 +217,7 @@ class Widening:
         return jnp.where(jnp.abs(x) >= limit, jnp.sign(x) * jnp.inf, x)
 
 
-def _is_wide(dtype: Any) -> bool:
+def is_widened(dtype: Any) -> bool:
     """Whether floats of this dtype are widened: those of at least 16 bits."""
     return _jax.is_inexact(dtype) and np.dtype(dtype).itemsize >= 2
 

@@ -15,7 +15,7 @@ from slow_devices import SPEEDS, first_devices, slow_cluster
 import hapsynth
 from hapsynth.graph.trace import trace
 from hapsynth.plan import Plan
-from hapsynth.running.check import Reference, compare, noise, nudged, relative_error
+from hapsynth.running.check import NOISE, Reference, compare, noise, nudged, relative_error
 
 rng = np.random.default_rng(0)
 floats = lambda *shape: rng.normal(size=shape).astype(np.float32)
@@ -207,6 +207,51 @@ def test_one_number_may_be_exact_by_luck() -> None:
     lucky.exact = wide
     assert passes(lucky, args, [np.float32(wide * (1 + 2**-9))])
     assert not passes(lucky, args, [np.float32(wide * 1.1)])
+
+
+@pytest.fixture(scope="module", params=[jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def half_step(request: pytest.FixtureRequest) -> tuple[Reference, list[Any], Any]:
+    """A step whose parameters are of 16 bits, and what a plan on four devices makes of it, with `wrong` gradients."""
+    dtype = request.param
+    draw = np.random.default_rng(0).normal
+    p, x = jnp.asarray(draw(size=(16, 8)), dtype), jnp.asarray(draw(size=(256, 16)), dtype)
+    rate = 0.3 * float(jnp.finfo(dtype).eps)
+    grad = jax.jit(jax.grad(lambda p, x: jnp.sum(jnp.tanh(x @ p))))
+    reference, args = alone(lambda p, x: p - rate * grad(p, x), p, x)
+
+    def planned(wrong: Any = lambda parts: parts) -> Any:
+        return np.asarray(p - rate * sum(wrong([grad(p, rows) for rows in jnp.split(x, 4)])))
+
+    return reference, args, planned
+
+
+@pytest.mark.parametrize("wrong", [lambda g: [0 * x for x in g], lambda g: [-x for x in g], lambda g: g[2:]])
+def test_a_wrong_gradient_of_coarse_parameters_fails(half_step: Any, wrong: Any) -> None:
+    """It changes them by less than eight of their last places, by which arguments are moved to measure noise."""
+    reference, args, planned = half_step
+    (want,) = reference(args)
+    assert np.abs((planned(wrong) - want).astype(np.float64)).max() < 8 * noise(reference, args, [want])[0]
+    assert passes(reference, args, [planned()])
+    assert not passes(reference, args, [planned(wrong)])
+
+
+def test_coarse_parameters_are_judged_by_noise_where_nothing_else_can_be_had(
+    half_step: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, args, planned = half_step
+    monkeypatch.setattr(reference, "not_widened", "no floats of 64 bits here")
+    assert [j.yardstick for j in compare(reference, args, [planned(lambda g: g[2:])], 1e-4)] == [NOISE]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_sum_over_many_devices_is_rounded_at_each(dtype: Any) -> None:
+    x = np.random.default_rng(0).normal(size=(256, 400))
+    reference, args = alone(lambda x: x.sum(0), jnp.asarray(x, dtype))
+    parts = [part.astype(np.float32).sum(0).astype(dtype) for part in np.split(args[0], 64)]
+    ok = lambda got, devices: compare(reference, args, [got], 1e-4, devices)[0].error <= 1e-4
+    assert ok(sum(parts), 64)
+    assert not ok(sum(parts), 8)
+    assert not ok(sum(parts[1:]), 64)
 
 
 class Lucky(Reference):

@@ -1,4 +1,4 @@
-"""Training steps in mixed precision: bfloat16 or float16 compute on float32 parameters. Small."""
+"""Training steps in mixed precision: bfloat16 or float16 compute, mostly on float32 parameters. Small."""
 
 from __future__ import annotations
 
@@ -115,6 +115,25 @@ def loss_scaling() -> Step:
     return step, ((params, scale), draw(ROWS, WIDTH), draw(ROWS, 8))
 
 
+def half() -> Step:
+    """Parameters and Adam's moments in bfloat16: nothing is wider but the loss."""
+    draw = draws(6)
+    params = cast({"in": draw(WIDTH, 32, by=0.3), "scale": draw(32, by=0.5) + 1, "out": draw(32, 8, by=0.3)}, bf16)
+    optimizer = optax.adam(1e-1)
+
+    def loss(p: Any, x: Any, y: Any) -> Any:
+        return jnp.mean(((jax.nn.silu(x @ p["in"]) * p["scale"]) @ p["out"] - y).astype(f32) ** 2)
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        params, moments = state
+        value, grads = jax.value_and_grad(loss)(params, x, y)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    x, y = cast((draw(2 * ROWS, WIDTH), draw(2 * ROWS, 8)), bf16)
+    return step, ((params, optimizer.init(params)), x, y)
+
+
 def gpt() -> Step:
     """A bfloat16 GPT of one block, or in thorough runs two: float32 softmax, norms, logits and accumulators of the
     attention's products."""
@@ -156,4 +175,4 @@ def gpt() -> Step:
     return step, (params, ids)
 
 
-CASES: dict[str, Callable[[], Step]] = {f.__name__: f for f in (scan, remat, multi_steps, loss_scaling, gpt)}
+CASES: dict[str, Callable[[], Step]] = {f.__name__: f for f in (scan, remat, multi_steps, loss_scaling, half, gpt)}
