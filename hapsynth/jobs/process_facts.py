@@ -44,9 +44,10 @@ _SETTLES_S, _GIVES_BACK_S, _RISES = 2.0, 0.05, 1 << 20
 """At most, and between two looks at the memory that is free; bytes by which it must have risen to look again."""
 _LONGEST = 200
 """Characters of a collective that are told."""
-_SAMPLE, _ROUNDING, _FETCHED_BYTES = 32, 1e-3, 1 << 22
-"""Elements of each replicated argument that are compared, and by how much of the largest they may differ: unlike
-devices round apart what each has computed. Of arguments beyond so many bytes these elements alone are fetched."""
+_SAMPLE, _ROUNDING, _LAST_PLACES, _FETCHED_BYTES = 32, 1e-3, 4, 1 << 22
+"""Elements of each replicated argument that are compared, and by how much of the largest they may differ, or by how
+many units in its last place where these are more: unlike devices round apart what each has computed. Of arguments
+beyond so many bytes these elements alone are fetched."""
 # What the runs depend on; how long a plan took to find differs between processes that each found it.
 _OF_PLAN = ("function", "devices", "program", "classes", "shares")
 
@@ -157,14 +158,19 @@ def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
         jax.block_until_ready(arguments)
         needed, free = sum(needs.values()), _settled(lambda: _device_memory.free(local[0]))
         rows, machine = [["its CPU", needed, free]], [needed, _device_memory.free_on_machine()]
+    whole = {
+        path: x
+        for path, storage, x in zip(plan.traced.in_paths, plan.lowered.inputs, arguments)
+        if not storage.cuts and 0 not in storage.shape
+    }
+    dtypes = {path: parts(x)[0].dtype for path, x in whole.items()}
     return {
         "plan": plan_fingerprint(plan),
         "form": plan.form,
         **of_function(plan),
-        "values": {
-            path: _sample(x)
-            for path, storage, x in zip(plan.traced.in_paths, plan.lowered.inputs, arguments)
-            if not storage.cuts and 0 not in storage.shape
+        "values": {path: _sample(x) for path, x in whole.items()},
+        "last_places": {
+            path: float(jax.numpy.finfo(dtype).eps) for path, dtype in dtypes.items() if _jax.is_inexact(dtype)
         },
         "memory": rows,
         "machine": machine,
@@ -338,12 +344,14 @@ def _of_values(facts: Sequence[Facts]) -> list[str]:
         unlike: list[str] = []
         for path in first["values"].keys() & other["values"].keys():
             said = [f["values"][path] for f in (first, other)]
-            if said[0] != said[1] and (_is_exact(said[0]) or not _is_near(*said)):
+            apart = max(_ROUNDING, _LAST_PLACES * first["last_places"].get(path, 0.0))
+            if said[0] != said[1] and (_is_exact(said[0]) or not _is_near(said[0], said[1], apart)):
                 unlike.append(path)
         if unlike:
             return [
                 f"{first['process']} and {other['process']} have other values in {_several(sorted(unlike))}, which "
-                "each holds whole: give all processes the same, drawn from one seed or restored from one checkpoint"
+                "each holds whole: give all processes the same, drawn from one seed or restored from one checkpoint; "
+                "state that unlike devices have rounded apart is made the same by plan.resync"
             ]
     return []
 
@@ -353,10 +361,10 @@ def _is_exact(sample: Sequence[str]) -> bool:
     return all(text.lstrip("-").isdigit() for text in sample)
 
 
-def _is_near(sample: Sequence[str], other: Sequence[str]) -> bool:
+def _is_near(sample: Sequence[str], other: Sequence[str], apart: float) -> bool:
     a, b = (np.array([complex(x) for x in one]) for one in (sample, other))
     largest = np.max(np.abs(a), initial=0.0, where=np.isfinite(a))
-    return a.shape == b.shape and np.allclose(a, b, rtol=0, atol=_ROUNDING * largest, equal_nan=True)
+    return a.shape == b.shape and np.allclose(a, b, rtol=0, atol=apart * largest, equal_nan=True)
 
 
 def of_collectives(facts: Sequence[Facts]) -> list[str]:

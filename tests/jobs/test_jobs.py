@@ -63,7 +63,13 @@ FACTS: dict[str, Any] = {
     "cluster": "m",
     "plan": "f",
     "form": "fused",
-    "values": {"[0]['w']": ["(1+0j)", "(2+0j)"], "[0]['n']": ["(nan+0j)"], "[0]['key']": ["0", "1234"]},
+    "values": {
+        "[0]['w']": ["(1+0j)", "(2+0j)"],
+        "[0]['half']": ["(1+0j)", "(2+0j)"],
+        "[0]['n']": ["(nan+0j)"],
+        "[0]['key']": ["0", "1234"],
+    },
+    "last_places": {"[0]['w']": 2**-23, "[0]['half']": 2**-7, "[0]['n']": 2**-23},
     "lowered": "e",
     "links": {"rank": 0, "never": [1]},
     "memory": [["G:0", 5 << 20, 6 << 20]],
@@ -74,7 +80,8 @@ OTHER = {**FACTS, "process": "p1", "host": "b", "links": {"rank": 1, "never": []
 
 def test_processes_that_fit_together() -> None:
     assert not problems([FACTS, OTHER])
-    rounded = {**FACTS["values"], "[0]['w']": ["(1.0001+0j)", "(2+0j)"]}
+    # The next number of bfloat16 is a 128th further.
+    rounded = {**FACTS["values"], "[0]['w']": ["(1.0001+0j)", "(2+0j)"], "[0]['half']": ["(1+0j)", "(2.015625+0j)"]}
     assert not problems([FACTS, {**OTHER, "values": rounded}])
     assert not problems([FACTS, {**OTHER, "kinds": ["H"]}])
     on_cpu = [{**FACTS, "platform": "cpu", "kinds": ["x86"]}, {**OTHER, "platform": "cpu", "kinds": ["arm"]}]
@@ -109,6 +116,8 @@ def test_processes_that_fit_together() -> None:
         ({"form": "staged", "threads": 1}, "has one in p1: begin with the environment variable NPROC=2 there"),
         ({"plan": "g", "threads": 1}, "has one in p1: begin with the environment variable NPROC=2 there"),
         ({"values": {**FACTS["values"], "[0]['w']": ["(1+0j)", "(3+0j)"]}}, "p0 and p1 have other values in [0]['w']"),
+        ({"values": {**FACTS["values"], "[0]['w']": ["(1+0j)", "(2.015625+0j)"]}}, "the same by plan.resync"),
+        ({"values": {**FACTS["values"], "[0]['half']": ["(1+0j)", "(2.1+0j)"]}}, "have other values in [0]['half']"),
         ({"values": {**FACTS["values"], "[0]['key']": ["0", "1235"]}}, "p0 and p1 have other values in [0]['key']"),
         ({"mesh": [[1, 1, "G"], [0, 0, "G"]]}, "a mesh of devices 0:0, 1:1, and p1 has a mesh of devices 1:1, 0:0"),
         ({"cache": {"a folder": False}}, "p1 has compilation cache settings a folder False"),
