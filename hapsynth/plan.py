@@ -236,9 +236,10 @@ class Plan(Planned, Generic[P, R]):
 
     # Trust
 
-    def check(self, *args: Any, rtol: float = 1e-4, **kwargs: Any) -> CheckReport:
+    def check(self, *args: Any, rtol: float | None = None, **kwargs: Any) -> CheckReport:
         """Run the plan and the original function, on one device, and compare every output leaf.
 
+        `rtol`: of every leaf; by default 1e-9 of floats of 64 bits, and 1e-4 of others.
         Without arguments random ones are made (`hapsynth.instructions.testing.example_arguments.example_arguments` says
         which; give real ones where the function asks more of them). `CheckReport` says how far a leaf may be off.
         Nothing that is given is consumed. In a run of several processes all must call, and all get the same report.

@@ -217,7 +217,7 @@ def differing(reference: Any, leaves: Sequence[Any], got: Sequence[Any]) -> list
     from hapsynth.running.check import WIDENED, compare
 
     tipped = lambda judged, x: judged.yardstick == WIDENED and x.dtype.kind != "f"
-    judged = compare(reference, leaves, got, RTOL)
+    judged = compare(reference, leaves, got, [RTOL] * len(got))
     return [i for i, (j, x) in enumerate(zip(judged, got, strict=True)) if j.error > RTOL or tipped(j, x)]
 
 

@@ -334,15 +334,14 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
             trial = run.run_trial(plan, args, kwargs, options.steps, tell)
     except jax.errors.JaxRuntimeError as error:
         return _fail("hapsynth run", "the run failed", error, FAILED)
-    session.files.write_json(
-        options.json, json_records.run_record(trial.errors, run.TOLERANCE, trial.step_s, trial.yardsticks)
-    )
+    report = trial.report
+    session.files.write_json(options.json, json_records.run_record(report, trial.step_s))
     if session.out is not None:
         run.print_trial(session.out, plan, trial)
-    if not trial.ok:
-        path, error = max(trial.errors, key=lambda e: e[1])
-        print(f"hapsynth run: check failed: output {path or 'of the function'} is off by {error:.2e}", file=sys.stderr)
-    return DONE if trial.ok else FAILED
+    if not report.ok:
+        what = next((f"output {path or 'of the function'} is off by {e:.2e}" for path, e in report.worst), "")
+        print(f"hapsynth run: check failed: {what or report.explained[-1]}", file=sys.stderr)
+    return DONE if report.ok else FAILED
 
 
 def _explain(options: argparse.Namespace, session: _Session) -> int:

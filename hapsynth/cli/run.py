@@ -22,34 +22,29 @@ from hapsynth._errors import UsageError
 from hapsynth._quantities import plural, seconds
 from hapsynth.plan import Plan
 from hapsynth.report.tables import heading, table
-from hapsynth.running.check import PLAIN, Judged, Reference, compare, explained, severity
+from hapsynth.running.check import (
+    PLAIN,
+    CheckReport,
+    Judged,
+    Reference,
+    compare,
+    default_rtols,
+    severity,
+    without_numbers,
+)
 from hapsynth.running.form import Form
-
-TOLERANCE = 1e-4
-"""Largest relative error in float32, per leaf (`hapsynth.running.check.CheckReport`)."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """The largest relative error of each output leaf over all steps, and the seconds of each step.
 
-    The rest as in `CheckReport`. A leaf that needed another yardstick than `plain` in any step is named with it, and
-    its error is the largest by such.
+    A leaf that needed another yardstick than `plain` in any step is named with it, and its error is the largest by
+    such; one without a finite number had none in any step.
     """
 
-    errors: tuple[tuple[str, float], ...]
+    report: CheckReport
     step_s: tuple[float, ...]
-    yardsticks: tuple[tuple[str, str], ...] = ()
-    as_is: tuple[str, ...] = ()
-    not_widened: str = ""
-
-    @property
-    def worst(self) -> float:
-        return max((e for _, e in self.errors), default=0.0)
-
-    @property
-    def ok(self) -> bool:
-        return self.worst <= TOLERANCE
 
 
 def devices_of(path: str) -> int | None:
@@ -106,7 +101,9 @@ def run_trial(
     leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
     assert plan.fn is not None
     reference = Reference(plan.fn, traced, leaves, plan.mesh.devices.flat[0])
-    worst = [Judged(0.0, PLAIN)] * len(traced.out_paths)
+    rtols = default_rtols(traced)
+    worst = [Judged(0.0, PLAIN)] * len(rtols)
+    not_finite = set(range(len(rtols)))
     times: list[float] = []
     for step in range(steps):
         tell(f"step {step + 1} of {steps}" + (", compiling" if step == 0 else ""))
@@ -120,19 +117,14 @@ def run_trial(
         times.append(time.perf_counter() - began)
         whole = jax.tree_util.tree_leaves(plan.unshard(out))
         got = [whole[i] for i in traced.out_array_leaves]
-        judged = compare(reference, [leaves[i] for i in traced.array_leaves], got, TOLERANCE, plan.mesh.size)
+        judged = compare(reference, [leaves[i] for i in traced.array_leaves], got, rtols, plan.mesh.size)
         # A leaf that fails in any step has failed; one that needed another yardstick in any step says so.
-        worst = [max(old, new, key=partial(severity, rtol=TOLERANCE)) for old, new in zip(worst, judged, strict=True)]
+        worst = [max(of, key=partial(severity, rtol=rtol)) for *of, rtol in zip(worst, judged, rtols, strict=True)]
+        not_finite &= without_numbers(got)
         for source, target in traced.graph.carry:
             leaves[traced.array_leaves[source]] = got[target]
-    named = list(zip(traced.out_paths, worst, strict=True))
-    return Trial(
-        tuple((path, j.error) for path, j in named),
-        tuple(times),
-        tuple((path, j.yardstick) for path, j in named if j.yardstick != PLAIN),
-        reference.as_is,
-        reference.not_widened,
-    )
+    report = CheckReport.of(traced, worst, rtols, not_finite, reference.as_is, reference.not_widened)
+    return Trial(report, tuple(times))
 
 
 def print_trial(out: Console, plan: Plan, trial: Trial) -> None:
@@ -148,15 +140,16 @@ def print_trial(out: Console, plan: Plan, trial: Trial) -> None:
     later = f", then {seconds(statistics.median(rest))} a step (median)" if rest else ""
     out.print(f"first step     {seconds(first)} with compilation{later}")
     groups: dict[str, list[float]] = {}
-    for path, error in trial.errors:
+    for path, error in trial.report.leaves:
         groups.setdefault(_group(path), []).append(error)
     out.print(heading("Outputs beside the function on one device"))
     rows = [[name, str(len(errors)), f"{max(errors):.2e}"] for name, errors in groups.items()]
     out.print(table(["output", "leaves", "max relative error"], rows))
-    for line in explained((name for _, name in trial.yardsticks), trial.as_is, trial.not_widened):
+    for line in trial.report.explained:
         out.print(line)
-    verdict = "passed" if trial.ok else "FAILED"
-    out.print(f"\ncheck {verdict}: max relative error {trial.worst:.2e}, tolerance {TOLERANCE:g}")
+    verdict = "passed" if trial.report.ok else "FAILED"
+    error, tolerance = trial.report.max_relative_error, max(trial.report.rtols, default=0.0)
+    out.print(f"\ncheck {verdict}: max relative error {error:.2e}, tolerance {tolerance:g}")
 
 
 def _group(path: str) -> str:

@@ -14,6 +14,7 @@ from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.replicated_ops import named, unpriced
 from hapsynth.plan import Plan
+from hapsynth.running.check import CheckReport
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.cost.program_cost import Cost, instruction_costs
@@ -187,24 +188,19 @@ def compare_record(entries: Mapping[str, Entry]) -> dict[str, Any]:
     }
 
 
-def run_record(
-    errors: Sequence[tuple[str, float]],
-    tolerance: float,
-    step_s: Sequence[float],
-    yardsticks: Sequence[tuple[str, str]] = (),
-) -> dict[str, Any]:
+def run_record(report: CheckReport, step_s: Sequence[float]) -> dict[str, Any]:
     """The document of `run --json`: the largest relative error of each output leaf over all steps (null: not finite).
 
-    `yardsticks`: of the leaves that are not judged by the plain one (`hapsynth.running.check.CheckReport`).
+    `tolerance`: the largest of any leaf. `yardsticks`, `not_finite` as in `CheckReport`.
     """
-    worst = max((e for _, e in errors), default=0.0)
     return {
         "schema": RUN_SCHEMA,
-        "ok": worst <= tolerance,
+        "ok": report.ok,
         "steps": len(step_s),
-        "tolerance": tolerance,
-        "max_relative_error": finite(worst),
-        "outputs": {path: finite(error) for path, error in errors},
-        "yardsticks": dict(yardsticks),
+        "tolerance": max(report.rtols, default=0.0),
+        "max_relative_error": finite(report.max_relative_error),
+        "outputs": {path: finite(error) for path, error in report.leaves},
+        "yardsticks": dict(report.yardsticks),
+        "not_finite": list(report.not_finite),
         "step_s": list(step_s),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth import _jax
-from hapsynth.graph.ir import Value
+from hapsynth.graph.ir import Literal, Value
 from hapsynth.graph.trace import Traced
 from hapsynth.instructions.testing.example_arguments import random_arguments
 from hapsynth.lower import host_array, with_weak_type
@@ -41,7 +41,7 @@ class CheckReport:
 
     `leaves`: (output path, error). The error of floats is max |a - b| / max |b|, over finite values; of integers,
     bools and keys 0 where all are equal and infinite otherwise; infinite too where one side is NaN or infinite and
-    the other is not the same. This is the yardstick `plain`. A leaf beyond `rtol` has two others, and passes by any:
+    the other is not the same. This is the yardstick `plain`. A leaf beyond its tolerance (`rtol`) has two others:
 
     `noise`: max |a - b| <= 8 x how far the function's own result moves on one device when its arguments move in their
     last place (`noise`). A leaf that is zero but for rounding (a gradient that cancels) can't agree to any number of
@@ -60,15 +60,42 @@ class CheckReport:
     Devices of unlike kinds round unlike: some multiply float32 in TF32, others do not. Of each kind in each process one
     judges, and a leaf's error is that of the device that finds it least; in all processes the same.
 
-    `yardsticks`: (output path, yardstick) of the leaves that are not judged by `plain`. `as_is`: primitives that could
-    not be widened; `not_widened` why there is no widened function at all.
+    `rtols`: of each leaf. `yardsticks`: (output path, yardstick) of the leaves that are not judged by `plain`. `as_is`:
+    primitives that could not be widened; `not_widened` why there is no widened function at all. `not_finite`: the paths
+    of the float leaves without a finite number, of which only that can be told; `only_not_finite`: whether all float
+    leaves are so, by which the plan is not checked.
     """
 
     leaves: tuple[tuple[str, float], ...]
-    rtol: float
+    rtols: tuple[float, ...]
     yardsticks: tuple[tuple[str, str], ...] = ()
     as_is: tuple[str, ...] = ()
     not_widened: str = ""
+    not_finite: tuple[str, ...] = ()
+    only_not_finite: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        traced: Traced,
+        judged: Sequence[Judged],
+        rtols: Sequence[float],
+        not_finite: Collection[int],
+        as_is: Iterable[str],
+        not_widened: str,
+    ) -> CheckReport:
+        """Of the verdict on each leaf of a traced function; `not_finite`: as `without_numbers` gives them."""
+        paths = traced.out_paths
+        floats = {i for i, x in enumerate(_outputs(traced)) if _has_floats(x)}
+        return cls(
+            tuple((path, j.error) for path, j in zip(paths, judged, strict=True)),
+            tuple(rtols),
+            tuple((path, j.yardstick) for path, j in zip(paths, judged, strict=True) if j.yardstick != PLAIN),
+            tuple(sorted(as_is)),
+            not_widened,
+            tuple(paths[i] for i in sorted(not_finite)),
+            bool(floats) and floats <= set(not_finite),
+        )
 
     @property
     def max_relative_error(self) -> float:
@@ -77,40 +104,60 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every output is as near as `rtol` asks."""
-        return self.max_relative_error <= self.rtol
+        """Whether every output is as near as its `rtols` asks, and there were numbers to tell by."""
+        return not self.worst and not self.only_not_finite
 
     @property
     def worst(self) -> tuple[tuple[str, float], ...]:
-        """The leaves beyond the tolerance, the worst first."""
-        return tuple(sorted((x for x in self.leaves if not x[1] <= self.rtol), key=lambda x: -x[1]))
+        """The leaves beyond their tolerance, the worst first."""
+        beyond = [x for x, rtol in zip(self.leaves, self.rtols, strict=True) if not x[1] <= rtol]
+        return tuple(sorted(beyond, key=lambda x: -x[1]))
 
     def __str__(self) -> str:
-        head = f"{len(self.leaves)} output leaves, max relative error {self.max_relative_error:.2e}, rtol {self.rtol:g}"
+        rtols = ", ".join(f"{rtol:g}" for rtol in sorted({*self.rtols}, reverse=True))
+        head = f"{len(self.leaves)} output leaves, max relative error {self.max_relative_error:.2e}, rtol {rtols or 0}"
         head += "".join(f"; {line}" for line in self.explained)
         if self.ok:
             return f"check passed: {head}"
         named = ", ".join(f"output{path} {error:.2e}" for path, error in self.worst[:5])
-        return f"check FAILED: {head}: {named}{', ...' if len(self.worst) > 5 else ''}"
+        return f"check FAILED: {head}" + (f": {named}{', ...' if len(self.worst) > 5 else ''}" if named else "")
 
     @property
     def explained(self) -> list[str]:
-        """How many leaves were judged by which other yardstick."""
-        return explained((name for _, name in self.yardsticks), self.as_is, self.not_widened)
+        """One line each: how many leaves were judged by which other yardstick, or have nothing to be judged by."""
+        counts = Counter(name for _, name in self.yardsticks)
+        lines: list[str] = []
+        if n := counts[NOISE]:
+            lines.append(f"{_leaves(n)} judged by the function's own noise")
+        if n := counts[WIDENED]:
+            narrow = f", with {', '.join(self.as_is)} as they are" if self.as_is else ""
+            lines.append(f"{_leaves(n)} judged by the function with its floats widened{narrow}")
+        if self.not_widened:
+            lines.append(f"the function can't be widened ({self.not_widened})")
+        if self.not_finite:
+            lines.append(f"{_leaves(len(self.not_finite))} without a finite number")
+        if self.only_not_finite:
+            lines.append("no float was compared: give arguments at which the function is finite")
+        return lines
 
 
-def explained(yardsticks: Iterable[str], as_is: Sequence[str], not_widened: str) -> list[str]:
-    """One line each: how many leaves were judged by which other yardstick than the plain one."""
-    counts = Counter(yardsticks)
-    lines: list[str] = []
-    if n := counts[NOISE]:
-        lines.append(f"{_leaves(n)} judged by the function's own noise")
-    if n := counts[WIDENED]:
-        narrow = f", with {', '.join(as_is)} as they are" if as_is else ""
-        lines.append(f"{_leaves(n)} judged by the function with its floats widened{narrow}")
-    if not_widened:
-        lines.append(f"the function can't be widened ({not_widened})")
-    return lines
+def without_numbers(got: Sequence[Any]) -> set[int]:
+    """Which leaves hold floats and none that is finite: they show the function's NaNs and infinities, and no more."""
+    return {i for i, x in enumerate(got) if _has_floats(x) and not np.any(np.isfinite(_wide(x)))}
+
+
+def _outputs(traced: Traced) -> list[Value | Literal]:
+    return [traced.graph.values[x] if isinstance(x, int) else x for x in traced.graph.outputs]
+
+
+def _has_floats(x: Any) -> bool:
+    return _jax.is_inexact(x.dtype) and 0 not in x.shape
+
+
+def default_rtols(traced: Traced) -> tuple[float, ...]:
+    """The tolerance of each output leaf where none is asked for: 1e-9 of 64-bit floats, else 1e-4."""
+    dtypes = [x.dtype for x in _outputs(traced)]
+    return tuple(1e-9 if _jax.is_inexact(d) and jax.numpy.finfo(d).bits == 64 else 1e-4 for d in dtypes)
 
 
 def _leaves(count: int) -> str:
@@ -118,10 +165,11 @@ def _leaves(count: int) -> str:
 
 
 def check_plan(
-    plan: Planned, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], rtol: float
+    plan: Planned, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], rtol: float | None
 ) -> CheckReport:
     """`Plan.check`."""
     function, traced, lowered = plan.function, plan.traced, plan.lowered
+    rtols = default_rtols(traced) if rtol is None else (rtol,) * len(traced.out_paths)
     if not args and not kwargs:
         args, kwargs = random_arguments(traced)
     leaves = [plain(x) for x in arguments.flatten(args, kwargs)]
@@ -134,23 +182,18 @@ def check_plan(
 
     def verdict(device: Any) -> _Verdict:
         reference = Reference(function, traced, leaves, device)
-        judged = compare(reference, arrays, got, rtol, lowered.mesh.size)
+        judged = compare(reference, arrays, got, rtols, lowered.mesh.size)
         return _Verdict(judged, reference.as_is, reference.not_widened)
 
     of_kinds = {d.device_kind: d for d in reversed(lowered.mesh.local_devices)}
     verdicts = _of_all(lowered.mesh, lambda: [verdict(d) for d in of_kinds.values()])
     judged = [
         min((Judged(*j) for j in of_leaf), key=partial(severity, rtol=rtol))
-        for of_leaf in zip(*(v.judged for v in verdicts), strict=True)
+        for *of_leaf, rtol in zip(*(v.judged for v in verdicts), rtols, strict=True)
     ]
-    named = list(zip(traced.out_paths, judged, strict=True))
-    return CheckReport(
-        tuple((path, j.error) for path, j in named),
-        rtol,
-        tuple((path, j.yardstick) for path, j in named if j.yardstick != PLAIN),
-        tuple(sorted({name for v in verdicts for name in v.as_is})),
-        next((v.not_widened for v in verdicts if v.not_widened), ""),
-    )
+    as_is = {name for v in verdicts for name in v.as_is}
+    not_widened = next((v.not_widened for v in verdicts if v.not_widened), "")
+    return CheckReport.of(traced, judged, rtols, without_numbers(got), as_is, not_widened)
 
 
 class _Verdict(NamedTuple):
@@ -271,11 +314,11 @@ class Reference:
 
 
 def compare(
-    reference: Reference, arrays: Sequence[Any], got: Sequence[Any], rtol: float, devices: int = 1
+    reference: Reference, arrays: Sequence[Any], got: Sequence[Any], rtols: Sequence[float], devices: int = 1
 ) -> list[Judged]:
     """The error of each output leaf of a plan on so many devices.
 
-    Leaves beyond `rtol` are judged by the other yardsticks, the cheapest first.
+    Leaves beyond their tolerance are judged by the other yardsticks, the cheapest first.
     """
     arrays = reference.hosted(arrays)
     want = reference(arrays)
@@ -283,7 +326,7 @@ def compare(
     coarse = {i for i, b in enumerate(want) if is_widened(b.dtype) and _epsilon(b) > _COARSE}
 
     def beyond() -> list[int]:
-        return [i for i, j in enumerate(judged) if not j.error <= rtol]
+        return [i for i, (j, rtol) in enumerate(zip(judged, rtols, strict=True)) if not j.error <= rtol and rtol > 0]
 
     def take(leaf: int, yardstick: str, error: float) -> None:
         if error < judged[leaf].error:
@@ -294,16 +337,14 @@ def compare(
         for i in leaves:
             # A leaf that is nothing but zeros may be a variance of equals, the square of a rounding error elsewhere.
             least = _epsilon(want[i]) ** 2 if _largest(want[i]) == 0 else 0.0
-            take(i, NOISE, relative_error(got[i], want[i], _CLEAR * max(moved[i], least) / rtol))
+            take(i, NOISE, relative_error(got[i], want[i], _CLEAR * max(moved[i], least) / rtols[i]))
 
-    if rtol <= 0:
-        return judged
     by_noise([i for i in beyond() if i not in coarse], 4)
-    by_widening = _by_widening(reference, arrays, got, want, beyond(), rtol, devices)
-    for i, error in by_widening.items():
-        take(i, WIDENED, error)
+    times = _times_as_far(reference, arrays, got, want, beyond(), _AS_FAR * max(1.0, devices / _DEVICES) ** 0.5)
+    for i, part in times.items():
+        take(i, WIDENED, rtols[i] * part)
     # Primitives that ran as they are round the same in both functions, which measures nothing: no leaf fails by it.
-    settled = set[int]() if reference.as_is else coarse & by_widening.keys()
+    settled = set[int]() if reference.as_is else coarse & times.keys()
     # For functions that can't be widened: a line search that tips over in one run of eight moves few of a few.
     by_noise([i for i in beyond() if i not in settled], 16)
     return judged
@@ -341,17 +382,17 @@ _NEIGHBOURS = 8
 """Arguments close to those given at which the function's rounding is measured as well."""
 
 
-def _by_widening(
+def _times_as_far(
     reference: Reference,
     arrays: Sequence[Any],
     got: Sequence[Any],
     want: Sequence[Any],
     leaves: Sequence[int],
-    rtol: float,
-    devices: int,
+    most: float,
 ) -> dict[int, float]:
-    """The error of these leaves by the yardstick `widened`, without those of which it says nothing.
+    """Of these leaves how far the plan is from the widened function, where `most` times as far as the function is 1.
 
+    Without those of which the widened function says nothing.
     At each of the neighbours the function is held against the widened function of the same arguments, so that only its
     rounding counts and not how far they moved: by the coarsest of its floats, since a smaller change would be rounded
     away by the first cast. They are tried only until all leaves pass.
@@ -360,11 +401,10 @@ def _by_widening(
     if wide is None:
         return {}
     plans = {i: _norms(got[i], wide[i]) for i in leaves if _alike(got[i], want[i]) and _holds(want[i], wide[i])}
-    as_far = _AS_FAR * max(1.0, devices / _DEVICES) ** 0.5
-    errors = dict.fromkeys(plans, float("inf"))
+    times = dict.fromkeys(plans, float("inf"))
     furthest = dict.fromkeys(plans, (0.0, 0.0))
     for seed in range(_NEIGHBOURS + 1):
-        if all(error <= rtol for error in errors.values()):
+        if all(part <= 1 for part in times.values()):
             break
         if seed:
             rng = np.random.default_rng(seed)
@@ -376,8 +416,8 @@ def _by_widening(
             if _holds(want[i], wide[i]):
                 (largest, mean), (a, b) = furthest[i], _norms(want[i], wide[i])
                 furthest[i] = max(largest, a), max(mean, b)
-            errors[i] = rtol * max(map(_times_as_far, plan, furthest[i])) / as_far
-    return errors
+            times[i] = max(map(_ratio, plan, furthest[i])) / most
+    return times
 
 
 def _alike(got: Any, want: Any) -> bool:
@@ -411,7 +451,7 @@ def _norms(x: Any, wide: Any) -> tuple[float, float]:
     return largest, largest and largest * float(np.sqrt(np.mean((off / largest) ** 2)))
 
 
-def _times_as_far(plan: float, function: float) -> float:
+def _ratio(plan: float, function: float) -> float:
     if plan == 0:
         return 0.0
     return plan / function if function else float("inf")

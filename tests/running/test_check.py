@@ -150,7 +150,10 @@ def test_a_leaf_of_zeros_may_be_the_square_of_a_rounding_error(left: float, pass
     plan = planned(lambda x: (x * 2, x[:4, 0] * 0), args)
     reference, leaves = reference_of(plan, args)
     got = [args[0] * 2, np.full(4, left, np.float32)]
-    assert all(j.error <= 1e-4 for j in compare(reference, leaves, got, rtol=1e-4)) == passes
+    assert all(j.error <= 1e-4 for j in compare(reference, leaves, got, (1e-4, 1e-4))) == passes
+
+
+RTOL = 1e-4
 
 
 def alone(fn: Any, *args: Any) -> tuple[Reference, list[Any]]:
@@ -160,7 +163,7 @@ def alone(fn: Any, *args: Any) -> tuple[Reference, list[Any]]:
 
 
 def passes(reference: Reference, args: Any, got: Any) -> bool:
-    return all(j.error <= 1e-4 for j in compare(reference, args, got, rtol=1e-4))
+    return all(j.error <= RTOL for j in compare(reference, args, got, [RTOL] * len(got)))
 
 
 def test_noise_is_not_capped() -> None:
@@ -240,7 +243,7 @@ def test_coarse_parameters_are_judged_by_noise_where_nothing_else_can_be_had(
 ) -> None:
     reference, args, planned = half_step
     monkeypatch.setattr(reference, "not_widened", "no floats of 64 bits here")
-    assert [j.yardstick for j in compare(reference, args, [planned(lambda g: g[2:])], 1e-4)] == [NOISE]
+    assert [j.yardstick for j in compare(reference, args, [planned(lambda g: g[2:])], [RTOL])] == [NOISE]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -248,7 +251,7 @@ def test_a_sum_over_many_devices_is_rounded_at_each(dtype: Any) -> None:
     x = np.random.default_rng(0).normal(size=(256, 400))
     reference, args = alone(lambda x: x.sum(0), jnp.asarray(x, dtype))
     parts = [part.astype(np.float32).sum(0).astype(dtype) for part in np.split(args[0], 64)]
-    ok = lambda got, devices: compare(reference, args, [got], 1e-4, devices)[0].error <= 1e-4
+    ok = lambda got, devices: compare(reference, args, [got], [RTOL], devices)[0].error <= RTOL
     assert ok(sum(parts), 64)
     assert not ok(sum(parts), 8)
     assert not ok(sum(parts[1:]), 64)
@@ -286,3 +289,31 @@ def test_without_a_widened_function_the_report_says_so(plan: Plan, monkeypatch: 
     report = plan.check(*ARGS)
     assert [name for name, _ in report.worst] == ["['w']"]
     assert "the function can't be widened (no floats of 64 bits here)" in str(report)
+
+
+def test_what_is_nan_alone_is_not_checked() -> None:
+    """NaN on both sides shows nothing of a plan; beside numbers it is counted."""
+    x = floats(40, 3)
+    plan = planned(lambda x: (jnp.log(x).sum(), x.sum(0), jnp.argmax(x)), (x,))
+    report = plan.check(x)
+    assert report.ok
+    assert report.not_finite == ("[0]",)
+    assert "1 leaf without a finite number" in str(report)
+    report = plan.check(np.full_like(x, np.nan))
+    assert not report.ok
+    assert not report.worst
+    assert str(report).startswith("check FAILED: 3 output leaves")
+    assert "no float was compared: give arguments at which the function is finite" in str(report)
+
+
+def test_floats_of_64_bits_are_held_to_more_digits() -> None:
+    with jax.enable_x64(True):
+        x = np.random.default_rng(0).normal(size=(40, 3))
+        fn = lambda x: (jnp.sin(x), jnp.sin(x.astype(jnp.float32)))
+        plan = planned(fn, (x,))
+        assert plan.check(x).ok
+        plan.fn = lambda x: tuple(y * (1 + 1e-7) for y in fn(x))
+        report = plan.check(x)
+        assert [path for path, _ in report.worst] == ["[0]"]
+        assert "rtol 0.0001, 1e-09" in str(report)
+        assert plan.check(x, rtol=1e-4).ok
