@@ -70,7 +70,7 @@ class Order:
         if is_extended(x.dtype):
             x = jax.random.key_data(x)
         seen = x if whole else lax.slice(x, (0,) * x.ndim, tuple(min(1, n) for n in x.shape))
-        self.since.append(jnp.any(seen != 0).astype(jnp.int32) & 2)
+        self.since.append(jnp.any(seen != jnp.zeros((), x.dtype)).astype(jnp.int32) & 2)
 
     def token(self) -> Any:
         """One that waits for everything so far."""

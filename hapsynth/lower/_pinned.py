@@ -132,4 +132,4 @@ class Chain(Order):
 def _zero_of(x: Any) -> Any:
     """Zero, which waits for `x`, and of which XLA does not know it."""
     first = lax.slice(x, (0,) * x.ndim, tuple(min(1, n) for n in x.shape))
-    return jnp.any(first != 0).astype(jnp.int32) & 2
+    return jnp.any(first != jnp.zeros((), x.dtype)).astype(jnp.int32) & 2

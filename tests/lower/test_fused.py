@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from fused_cases import CASES, WAYS, Case, arguments, assert_right, planned
+from jax import lax
 from slow_devices import first_devices, thin_cluster
 
 import hapsynth
 from hapsynth import _jax
 from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.program.program import Convert
-from hapsynth.lower import Fused, Lowered, alike, lower_fused
+from hapsynth.lower import Fused, Lowered, alike, lower, lower_fused
 from hapsynth.lower._collective_order import Order
 from hapsynth.plan import Plan
 from hapsynth.running.form import chosen_form
@@ -53,6 +55,20 @@ def test_what_is_not_chained_comes_apart(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Fused, "sinks", 0)
     first, second = sequences(planned(WAYS[name], first_devices(2), "switch"))
     assert first != second
+
+
+def whether(w: Any, x: Any) -> Any:
+    """Bools are sent, from a loop too."""
+    known = lax.scan(lambda c, _: (jnp.any((x @ w > 0) & ~c, 0), None), w[0] > 0, None, length=2)[0]
+    return jnp.tanh(x @ w) > 0, known, jnp.any(x > 0, 0)
+
+
+@pytest.mark.parametrize("form", [lower_fused, lower])
+def test_bools_are_sent_where_types_are_not_promoted(form: Any) -> None:
+    with jax.numpy_dtype_promotion("strict"):
+        plan = planned(Case(whether), first_devices(2), "switch", (0.5, 0.5))
+        assert any(isinstance(i, Convert) and i.is_collective for i in plan.program.instructions)
+        form(plan.traced.graph, plan.program, plan.sizes, plan.mesh).lower()
 
 
 def test_each_computes_its_own_part() -> None:
