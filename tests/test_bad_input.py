@@ -267,8 +267,12 @@ def test_a_plan_of_wide_numbers_says_how_they_are_had(plan: Plan) -> None:
     x = np.ones((24, 8))
     with jax.enable_x64(True):
         wide = planned(x, fn=jnp.sin, mesh=plan.mesh, cluster=CLUSTER)
+        inside = planned(X, fn=lambda x: (x.astype(np.float64) + 1).astype(x.dtype), mesh=plan.mesh, cluster=CLUSTER)
     with pytest.raises(TypeError, match=r"float32\[24, 8\], and the plan is for in0:f64\[24, 8\]: set jax_enable_x64"):
         wide(x)
+    for use in (inside, inside.lower, inside.check):
+        with pytest.raises(TypeError, match="the plan computes in 64 bits: set jax_enable_x64, as it was when it"):
+            use(X)
 
 
 CALLS: dict[str, tuple[Callable[[Plan], Any], type[Exception], str]] = {

@@ -18,9 +18,9 @@ from hapsynth.export._function_printer import Writer, shape_of
 from hapsynth.export._literals import UnwritableError, array
 from hapsynth.export._names import marker, of_path
 from hapsynth.export._pytree_printer import results_text
-from hapsynth.graph.ir import Graph
 from hapsynth.instructions.layout import format_layout
 from hapsynth.lower import Lowered, Storage
+from hapsynth.running.arguments import NOT_WIDE
 from hapsynth.running.base import Planned
 from hapsynth.running.form import only_exact
 
@@ -53,8 +53,8 @@ def source_of(plan: Planned) -> str:
     too_large = only_exact(plan.traced.graph, plan.result, plan.cluster)
     if too_large:
         raise SourceError(f"the plan has no single program that could be written: {too_large}")
-    if _is_wide(plan.traced.graph) and not _jax.is_available(np.float64):
-        raise SourceError("the plan computes in 64 bits: set jax_enable_x64, as it was when it was planned")
+    if plan.arguments.computes_wide and not _jax.is_available(np.float64):
+        raise SourceError(NOT_WIDE)
     try:
         return _Module(plan).text()
     except UnwritableError as error:
@@ -94,7 +94,7 @@ class _Module:
             _tuple_of("CONSTANTS", [_array(p, s) for p, s in constants]),
             _tuple_of("CONSTANT_VALUES", [_whole(x) for x in graph.constants.values()]),
             self.static(),
-            f"X64 = {_is_wide(graph)}",
+            f"X64 = {self.plan.arguments.computes_wide}",
             *(f"{name} = {_whole(x)}" for name, x in self.writer.tables.items()),
         ]
         return "\n\n\n".join(p for p in parts if p) + "\n"
@@ -140,12 +140,6 @@ class _Module:
             env[var] = writer.table(tables[given]) if given in tables else names[given]
         writer.end(f"({', '.join(writer.steps(inner, env, scope))},)")
         return "\n".join(writer.lines)
-
-
-def _is_wide(graph: Graph) -> bool:
-    """Whether some of it has 64 bits, which JAX computes with under `jax_enable_x64` only."""
-    with jax.enable_x64(False):
-        return not all(_jax.is_available(v.dtype) for v in graph.values)
 
 
 def _short(s: Storage) -> str:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.tree_util import (
     keystr,
@@ -28,6 +29,8 @@ from hapsynth.running.transfer import exchange
 
 logger = logging.getLogger(__name__)
 
+NOT_WIDE = "the plan computes in 64 bits: set jax_enable_x64, as it was when it was planned"
+
 
 class Arguments:
     """Checks and places the arguments of one traced function."""
@@ -43,9 +46,9 @@ class Arguments:
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any], *, structs: bool = False) -> list[Any]:
         """All leaves of a call, checked: structure, leaves that are no arrays, shapes, dtypes, deleted arrays.
 
-        Raises TypeError (structure, dtype, a leaf that is no array), ValueError (shape, a static leaf) or RuntimeError
-        (an array that an earlier call consumed), naming the leaf's path, before anything is run or consumed. With
-        `structs` a leaf may be a ShapeDtypeStruct.
+        Raises TypeError (structure, dtype, a leaf that is no array, 64 bits inside where JAX has none), ValueError
+        (shape, a static leaf) or RuntimeError (an array that an earlier call consumed), naming the leaf's path, before
+        anything is run or consumed. With `structs` a leaf may be a ShapeDtypeStruct.
         """
         leaves, tree = tree_flatten((tuple(args), kwargs))
         if tree != self.traced.in_tree:
@@ -54,7 +57,15 @@ class Arguments:
         if structs:
             leaves = [_Struct(x) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
         self.check(leaves, 0, paths)
+        if self.computes_wide and not _jax.is_available(np.float64):
+            raise TypeError(NOT_WIDE)
         return leaves
+
+    @cached_property
+    def computes_wide(self) -> bool:
+        """Whether anything that is computed has 64 bits, for which JAX needs `jax_enable_x64`."""
+        with jax.enable_x64(False):
+            return not all(_jax.is_available(v.dtype) for v in self.traced.graph.values)
 
     def check(self, leaves: Sequence[Any], first: int, path: Any) -> None:
         """Check leaves that begin at position `first` of a whole call; `path(i)` names the i-th."""
