@@ -9,6 +9,7 @@ gives the joint bound.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from hapsynth._gc import gc_paused
 from hapsynth.instructions.program.checker import check
+from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.replicated_ops import named, unpriced
 from hapsynth.search.cost.model import Floats
@@ -276,69 +278,55 @@ class Planner:
         except KeyboardInterrupt:
             self.clock.interrupted, joint = True, 0.0
         bound = min(max(bound or 0.0, joint), best.cost)
-        if options.fixed_ratios is not None:
-            options.fixed_ratios.check(best.sizes)
-        graph = self.task.graph
-        check(graph, best.program, best.sizes)
-        unknown = tuple(unpriced(graph))
         ratio_bound = 0.0 if self.clock.interrupted else max(joint, self._search.maker.bound(best))
-        return Result(
-            best.program,
-            best.sizes,
-            best.cost,
-            bound,
-            joint,
-            proven(best.cost, bound, joint, unknown),
-            self.effort.expanded,
-            self._held(best),
-            self.task.memory_budget.limits,
-            tuple(named(graph, self.task.factors)),
-            self.effort.timings_s(),
-            sweeps=self.effort.sweeps,
-            states=self.effort.states,
-            interrupted=self.clock.interrupted,
-            ratio_bound_s=min(ratio_bound, best.cost),
-            unpriced_primitives=unknown,
-            exact=options.exact,
-            lowering=options.lowering,
-        )
+        found = self._result(best.program, best.sizes, best.cost, bound, joint, self._held(best))
+        return replace(found, ratio_bound_s=min(ratio_bound, best.cost))
 
     def _overlapped(self, best: Candidate, bar: float) -> Result:
         """The program of the least makespan found, from the best one as a sum of its instructions."""
-        task, graph = self.task, self.task.graph
         self._look_at_makespans(best)
         sought = self._concluded(self._makespans, bar) if self._makespans else None
         # Where memory is short, what is found may have to wait for its gathers longer than the sum's program does.
         fitting = [each for each in (sought, as_it_is(self._search, best)) if each is not None]
         found = min(fitting, key=lambda each: each.timeline.makespan_s, default=None)
         found = found or without_what_is_sent(self._search, best)
-        if task.options.fixed_ratios is not None:
-            task.options.fixed_ratios.check(found.sizes)
-        check(graph, found.program, found.sizes)
-        cost, unknown = found.timeline.makespan_s, tuple(unpriced(graph))
+        cost = found.timeline.makespan_s
         joint = min(self.joint_makespan_bound(), cost)
         bound = min(max(found.lower_bound_s, joint), cost)
+        return replace(
+            self._result(found.program, found.sizes, cost, bound, joint, found.memory_bytes),
+            overlap=True,
+            exposed_communication_s=found.timeline.exposed_s,
+            clocks_s=found.clocks,
+        )
+
+    def _result(
+        self, program: Program, sizes: Sizes, cost: float, bound: float, joint: float, held: tuple[float, ...]
+    ) -> Result:
+        """What `conclude` gives of any program, which is checked. `held`: bytes of each device."""
+        task, options, effort = self.task, self.task.options, self.effort
+        if options.fixed_ratios is not None:
+            options.fixed_ratios.check(sizes)
+        check(task.graph, program, sizes)
+        unknown = tuple(unpriced(task.graph))
         return Result(
-            found.program,
-            found.sizes,
+            program,
+            sizes,
             cost,
             bound,
             joint,
             proven(cost, bound, joint, unknown),
-            self.effort.expanded,
-            found.memory_bytes,
+            effort.expanded,
+            held,
             task.memory_budget.limits,
-            tuple(named(graph, task.factors)),
-            self.effort.timings_s(),
-            sweeps=self.effort.sweeps,
-            states=self.effort.states,
+            tuple(named(task.graph, task.factors)),
+            effort.timings_s(),
+            sweeps=effort.sweeps,
+            states=effort.states,
             interrupted=self.clock.interrupted,
             unpriced_primitives=unknown,
-            overlap=True,
-            exposed_communication_s=found.timeline.exposed_s,
-            clocks_s=found.clocks,
-            exact=task.options.exact,
-            lowering=task.options.lowering,
+            exact=options.exact,
+            lowering=options.lowering,
         )
 
     def _concluded(self, makespans: MakespanSearch, bar: float) -> Overlapped | None:
