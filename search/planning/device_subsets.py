@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from hapsynth.search.planning.planner import InfeasibleError, Planner
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED, Progress, Result, proven
 from hapsynth.search.sizing.leaving_out import FEW, between, ladder
+
+_T = TypeVar("_T")
 
 _NOTHING_CUT = Restriction(allowed=lambda value, dim: False)
 """For one device."""
@@ -232,19 +234,58 @@ def _of_all_sets(
     )
 
 
-class _OverlappedSubsets:
-    """The search through sets of devices for the least makespan, `whole` first: the planner of them all. A set is
-    looked at briefly where the work of its ops alone takes less than the best makespan so far, and planned for in
-    earnest where what came up then is about as good as the best. `bar`: a makespan that none is sought above."""
+class _SetsOfDevices:
+    """A search through sets of devices, `whole` first: the planner of them all."""
+
+    def __init__(self, task: Task, whole: Planner) -> None:
+        self.task, self.cluster, self.whole = task, task.cluster, whole
+        self._least = IdealWorkBound(whole.task.choices, whole.task.costs)
+        self._planners = [whole]
+        self._interrupted = False
+        self._kept = 0.0
+        """Seconds of a time budget to be left for the best plan."""
+
+    def _planner(self, cluster: Cluster, seconds: float, progress: Callable[[Progress], None] | None = None) -> Planner:
+        """For some of the devices. `seconds`: of a time budget."""
+        left = None if self.task.options.time_budget_s is None else max(0.05, seconds)
+        # One device has nothing to cut.
+        restriction = _NOTHING_CUT if cluster.n == 1 else None
+        options = {"time_budget_s": left, "restriction": restriction, "progress": progress}
+        self._planners.append(planner := Planner(self.whole.task.on(cluster, **options)))
+        return planner
+
+    def _attempt(self, search: Callable[[], _T], otherwise: _T) -> _T:
+        """What a search comes to; `otherwise` where Ctrl-C ended it."""
+        try:
+            return otherwise if self._interrupted else search()
+        except KeyboardInterrupt:
+            self._interrupted = True
+            return otherwise
+
+    def _left(self) -> float:
+        """Seconds of the time budget; inf without one."""
+        budget = self.task.options.time_budget_s
+        return np.inf if budget is None else budget - self.whole.clock.elapsed()
+
+    def _late(self) -> bool:
+        """Whether no other set is to be looked at."""
+        self._interrupted |= any(planner.clock.interrupted for planner in self._planners)
+        return self._interrupted or self._left() <= self._kept
+
+
+class _OverlappedSubsets(_SetsOfDevices):
+    """For the least makespan. A set is looked at briefly where the work of its ops alone takes less than the best
+    makespan so far, and planned for in earnest where what came up then is about as good as the best. `bar`: a makespan
+    that none is sought above."""
 
     def __init__(self, task: Task, whole: Planner, bar: float) -> None:
-        self.task, self.whole, self.bar = task, whole, bar
-        self._least = IdealWorkBound(whole.task.choices, whole.task.costs)
-        self._interrupted = False
+        super().__init__(task, whole)
+        self.bar = bar
+        self._kept = _LEAST_LEFT * (task.options.time_budget_s or 0.0)
 
     def run(self) -> Result:
         """As `ClusterPlanner.run`."""
-        cluster, whole = self.task.cluster, self.whole
+        cluster, whole = self.cluster, self.whole
         everyone = tuple(range(cluster.n))
         bounds = {
             devices: self._least.makespan_on(cluster.subset(devices))
@@ -253,8 +294,8 @@ class _OverlappedSubsets:
         looks = [self._look(everyone, whole, np.inf)]
         for devices, bound in sorted(bounds.items(), key=lambda item: (item[1], item[0])):
             known_s = min(looks).makespan_s
-            if bound < known_s * (1 - SETTLED / 2) and not self._late(looks):
-                look = self._attempt(lambda d=devices, s=known_s: self._look(d, self._planner(d), s))
+            if bound < known_s * (1 - SETTLED / 2) and not self._late():
+                look = self._attempt(partial(self._look_at, devices, known_s), None)
                 looks += [look] if look else []
         if not np.isfinite(min(looks).makespan_s):
             looks = [looks[0], *self._squeezed(looks[1:])]
@@ -267,7 +308,7 @@ class _OverlappedSubsets:
         for look in sorted(looks):
             enough = min(best.cost_s * (1 - SETTLED / 2) if best else np.inf, self.bar)
             look.planner.clock.allow(self._left())
-            late = self._late(looks)
+            late = self._late()
             look.planner.clock.interrupted |= self._interrupted
             if best and (
                 late or look.planner.makespan_bound >= enough or not look.comes_near(best.cost_s * _WORTH, enough)
@@ -285,31 +326,26 @@ class _OverlappedSubsets:
                 bounds[look.devices] = look.planner.joint_makespan_bound()
         bounds[everyone] = min(bounds[everyone], with_all)
         joint = min(*bounds.values(), best.cost_s)
-        efforts = [look.planner.effort for look in looks]
+        efforts = [planner.effort for planner in self._planners]
         left_out = None if chosen == everyone else with_all
-        self._late(looks)
+        self._late()
         found = _of_all_sets(best, chosen, self.task, (best.lower_bound_s, joint), bounds, efforts, left_out)
         return replace(found, interrupted=self._interrupted)
-
-    def _attempt(self, look: Callable[[], _Look]) -> _Look | None:
-        """A look at another set than the whole; None where Ctrl-C ended it before any plan for that set."""
-        try:
-            return look()
-        except KeyboardInterrupt:
-            self._interrupted = True
-            return None
 
     def _squeezed(self, looks: Sequence[_Look]) -> list[_Look]:
         """Looks that found nothing that fits; of the first set on which a program is found that does, that one."""
         found = list(looks)
         for n, look in enumerate(looks):
-            if not self._late(looks) and all(np.isinf(each.makespan_s) for each in found):
-                found[n] = self._attempt(partial(self._shrunk, look)) or look
+            if not self._late() and all(np.isinf(each.makespan_s) for each in found):
+                found[n] = self._attempt(partial(self._shrunk, look), look)
         return found
 
     def _shrunk(self, look: _Look) -> _Look:
         look.planner.shrink()
         return self._makespans(look.devices, look.planner, np.inf)
+
+    def _look_at(self, devices: Devices, known_s: float) -> _Look:
+        return self._look(devices, self._planner(self.cluster.subset(devices), self._left()), known_s)
 
     def _look(self, devices: Devices, planner: Planner, known_s: float) -> _Look:
         """A first look, where others found a makespan of so many seconds."""
@@ -321,21 +357,6 @@ class _OverlappedSubsets:
         """They take a part of the time that is left."""
         with planner.clock.within(_LOOKING):
             return _Look(planner.explore_makespans(known_s), devices, planner)
-
-    def _left(self) -> float:
-        """Seconds of the time budget; inf without one."""
-        budget = self.task.options.time_budget_s
-        return np.inf if budget is None else budget - self.whole.clock.elapsed()
-
-    def _late(self, looks: Sequence[_Look]) -> bool:
-        self._interrupted |= any(look.planner.clock.interrupted for look in looks)
-        return self._interrupted or self._left() <= _LEAST_LEFT * (self.task.options.time_budget_s or 0.0)
-
-    def _planner(self, devices: Devices) -> Planner:
-        restriction = _NOTHING_CUT if len(devices) == 1 else None
-        left = None if self.task.options.time_budget_s is None else self._left()
-        options = {"time_budget_s": left, "restriction": restriction, "progress": None}
-        return Planner(self.whole.task.on(self.task.cluster.subset(devices), **options))
 
 
 class _Look(NamedTuple):
@@ -350,19 +371,15 @@ class _Look(NamedTuple):
         return self.makespan_s <= seconds or self.planner.explore_makespans_on(seconds, bar) <= seconds
 
 
-class _SubsetSearch:
-    """The search through sets of devices, `whole` first: the planner of them all."""
+class _SubsetSearch(_SetsOfDevices):
+    """For the least sum over a program's instructions."""
 
     def __init__(self, task: Task, whole: Planner) -> None:
-        self.task, self.cluster, self.whole = task, task.cluster, whole
-        self._least = IdealWorkBound(whole.task.choices, whole.task.costs)
+        super().__init__(task, whole)
         everyone = tuple(range(self.cluster.n))
         self._all = self._best = _Entry(everyone, self.cluster, self._least.on(self.cluster), whole)
         entries = map(self._entry, subclusters(self.cluster, self.task.costs.speed_of))
         self._entries = [self._all, *sorted(entries, key=lambda e: (e.bound, e.devices))]
-        self._interrupted = False
-        self._concluding = 0.0
-        """Seconds to be left for the bounds of the best plan."""
         self._glance = np.inf
         """What the first program on all devices takes, while these are not planned for in earnest."""
 
@@ -370,21 +387,21 @@ class _SubsetSearch:
         """As `ClusterPlanner.run`."""
         whole, budget = self.whole, self.task.options.time_budget_s
         # Before all devices are planned for in earnest, as a better plan on some of them makes that short.
-        self._glance = glance = self._attempt(whole.glance)
+        self._glance = glance = self._attempt(whole.glance, np.inf)
         several_axes = len(whole.task.costs.axes) > 1 and not self._late()
         all_first = several_axes and self._attempt(self._devices_on_one_axis, 0) == self.cluster.n
         if all_first:
-            self._attempt(whole.explore)
+            self._attempt(whole.explore, np.inf)
         if budget is not None:
             # The last bounds take two more problems.
-            self._concluding = min(max(2 * whole.effort.problems_s, _CONCLUDING * budget), budget / 2)
+            self._kept = min(max(2 * whole.effort.problems_s, _CONCLUDING * budget), budget / 2)
         self._consider_all()
         if self._best is not self._all:
-            whole.clock.allow(self._left() - self._concluding)
+            whole.clock.allow(self._left() - self._kept)
             bound = self._attempt(lambda: whole.joint_bound(self._cost()), 0.0)
             self._all.bound = max(self._all.bound, bound)
         if self._all.bound < self._cost() and not all_first:
-            self._attempt(lambda: whole.explore(np.inf if self._best is self._all else self._cost()))
+            self._attempt(lambda: whole.explore(np.inf if self._best is self._all else self._cost()), np.inf)
             self._best = self._all if whole.cost < self._cost() else self._best
         self._glance = np.inf
         self._consider_all()
@@ -422,7 +439,7 @@ class _SubsetSearch:
                 self._best = entry
             if entry.searched >= self._bar() or entry.bound >= self._bar() or self._late():
                 continue
-            planner = entry.planner = entry.planner or self._planner(entry)
+            planner = entry.planner = entry.planner or self._planner_of(entry)
             held = self._attempt(lambda p=planner: p.bytes_at(full), 0.0)
             if held > planner.limit:
                 entry.bound = np.inf
@@ -430,7 +447,7 @@ class _SubsetSearch:
             entry.bound = max(entry.bound, self._attempt(lambda p=planner: p.joint_bound(self._bar()), 0.0))
             if entry.bound < self._bar() and not self._late():
                 entry.searched = self._bar()
-                if self._attempt(lambda p=planner: p.explore(self._bar())) < self._bar():
+                if self._attempt(lambda p=planner: p.explore(self._bar()), np.inf) < self._bar():
                     self._best = entry
 
     def _narrow_down(self) -> None:
@@ -449,17 +466,8 @@ class _SubsetSearch:
                     self._entries.append(self._entry(devices))
             self._consider_all()
 
-    def _left(self) -> float:
-        """Seconds of the time budget; inf without one."""
-        budget = self.task.options.time_budget_s
-        return np.inf if budget is None else budget - self.whole.clock.elapsed()
-
-    def _planner(self, entry: _Entry) -> Planner:
-        left = None if self.task.options.time_budget_s is None else max(0.05, self._left() - self._concluding)
-        # One device has nothing to cut.
-        restriction = _NOTHING_CUT if len(entry.devices) == 1 else None
-        options = {"time_budget_s": left, "restriction": restriction, "progress": self._relay(entry)}
-        return Planner(self.whole.task.on(entry.cluster, **options))
+    def _planner_of(self, entry: _Entry) -> Planner:
+        return self._planner(entry.cluster, self._left() - self._kept, self._relay(entry))
 
     def _relay(self, entry: _Entry) -> Callable[[Progress], None] | None:
         """Progress of one set as that of the whole."""
@@ -475,18 +483,6 @@ class _SubsetSearch:
             tell(Progress(stage, seconds, best, min(p.lower_bound_s, best), p.expanded + others))
 
         return relay
-
-    def _attempt(self, search: Callable[[], float], otherwise: float = np.inf) -> float:
-        """What a search comes to; `otherwise` where Ctrl-C ended it."""
-        try:
-            return otherwise if self._interrupted else search()
-        except KeyboardInterrupt:
-            self._interrupted = True
-            return otherwise
-
-    def _late(self) -> bool:
-        self._interrupted |= any(e.planner.clock.interrupted for e in self._entries if e.planner)
-        return self._interrupted or self._left() <= self._concluding
 
     def _cost(self) -> float:
         return self._best.planner.cost if self._best.planner else np.inf
@@ -507,7 +503,7 @@ class _SubsetSearch:
             planner = entry.planner
             if planner is None or np.isinf(entry.bound) or self._late():
                 continue
-            if np.isfinite(self._attempt(planner.shrink)):
+            if np.isfinite(self._attempt(planner.shrink, np.inf)):
                 self._best = entry
                 return
 
@@ -515,7 +511,7 @@ class _SubsetSearch:
         """The joint bounds of all sets but the best, whose plan has that cost, as close as was asked for."""
         for entry in self._entries:
             if entry is not self._best and entry.bound < cost and not self._late():
-                entry.planner = entry.planner or self._planner(entry)
+                entry.planner = entry.planner or self._planner_of(entry)
                 closer = self._attempt(lambda p=entry.planner: p.joint_bound_below(cost), 0.0)
                 entry.bound = max(entry.bound, closer)
 
@@ -534,7 +530,7 @@ class _SubsetSearch:
         own = min(max(result.joint_lower_bound_s, best.bound), cost)
         bounds = {e.devices: own if e is best else e.bound for e in self._entries}
         joint, lower_bound = min(bounds.values()), max(result.lower_bound_s, own)
-        efforts = [e.planner.effort for e in self._entries if e.planner]
+        efforts = [planner.effort for planner in self._planners]
         with_all = None if planner is self.whole else self._with_all(glance)
         found = _of_all_sets(result, best.devices, self.task, (lower_bound, joint), bounds, efforts, with_all)
         return replace(found, interrupted=self._interrupted)
