@@ -14,7 +14,6 @@ from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -25,7 +24,7 @@ from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.buckets import as_planned, filled
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collective_order import Each, as_it_is
-from hapsynth.lower._collectives import LOWERINGS, exchange, exchange_first, join_numbers, receive
+from hapsynth.lower._collectives import LOWERINGS, blocks_of, exchange, exchange_first, join_numbers, joined, receive
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import is_pinned
 
@@ -151,9 +150,7 @@ def _blocks(step: Convert, x: jax.Array, n: int) -> jax.Array:
     """[elements], or [devices, elements] where each device is sent its own block."""
     if not step.collective.splits:
         return x.reshape(-1)
-    dim = step.target[step.axis].dim
-    apart = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-    return jnp.moveaxis(apart, dim, 0).reshape(n, -1)
+    return blocks_of(x, step.target[step.axis].dim, n).reshape(n, -1)
 
 
 def _joined(step: Convert, x: Any, sent: Sequence[int], n: int) -> Any:
@@ -163,6 +160,4 @@ def _joined(step: Convert, x: Any, sent: Sequence[int], n: int) -> Any:
         shape[step.target[step.axis].dim] //= n
     if not step.collective.joins:
         return x.reshape(shape)
-    dim = step.source[step.axis].dim
-    joined = x.reshape(n, *shape).transpose(*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1))
-    return joined.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
+    return joined(x.reshape(n, *shape), step.source[step.axis].dim)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -241,13 +241,17 @@ class _Evenly(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BalancedGatherLowering(Lowering):
-    """Rows go to even shards, which are gathered."""
+class BalancedLowering(Lowering):
+    """Of even shards: rows move between these and the unlike ones."""
 
     in_parts: bool = True
 
     def key(self, sizes: Sizes, step: Convert) -> Hashable:
         return step.step, _Evenly.of(sizes, step)
+
+
+class BalancedGatherLowering(BalancedLowering):
+    """Rows go to even shards, which are gathered."""
 
     def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         return _Evenly.of(sizes, step).recut.send(x, here)
@@ -258,7 +262,7 @@ class BalancedGatherLowering(Lowering):
         evenly = _Evenly.of(sizes, step)
         shard = evenly.recut.receive(evenly.recut.exchange(name, x, each=each), evenly.here(name))
         flat = _gloo.all_gather(shard.reshape(-1), name, 0, gloo, each)
-        return _along(flat.reshape(-1, *shard.shape), evenly.dim)
+        return joined(flat.reshape(-1, *shard.shape), evenly.dim)
 
     def alone(self, sizes: Sizes, step: Convert, x: jax.Array) -> jax.Array:
         evenly = _Evenly.of(sizes, step)
@@ -270,14 +274,8 @@ class BalancedGatherLowering(Lowering):
         return from_blocks(x, dim, lengths, lengths[0], sum(lengths))
 
 
-@dataclass(frozen=True)
-class BalancedScatterLowering(Lowering):
+class BalancedScatterLowering(BalancedLowering):
     """Even shards are reduced, and their rows go to their owners."""
-
-    in_parts: bool = True
-
-    def key(self, sizes: Sizes, step: Convert) -> Hashable:
-        return step.step, _Evenly.of(sizes, step)
 
     def send(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         dim, lengths, *_ = _Evenly.of(sizes, step)
@@ -287,30 +285,30 @@ class BalancedScatterLowering(Lowering):
         self, sizes: Sizes, name: str, step: Convert, x: jax.Array, gloo: LoweringOptions | None, each: Each
     ) -> jax.Array:
         evenly = _Evenly.of(sizes, step)
-        blocks = _apart(x, evenly.dim, len(evenly.lengths))
+        blocks = blocks_of(x, evenly.dim, len(evenly.lengths))
         flat = _gloo.psum_scatter(blocks.reshape(-1), name, 0, gloo, each)
         shard = flat.reshape(blocks.shape[1:])
         return evenly.recut.exchange(name, evenly.recut.send(shard, evenly.here(name)), each=each)
 
     def alone(self, sizes: Sizes, step: Convert, x: jax.Array) -> jax.Array:
         evenly = _Evenly.of(sizes, step)
-        shard = reduce(operator.add, _apart(x, evenly.dim, len(evenly.lengths)))
+        shard = reduce(operator.add, blocks_of(x, evenly.dim, len(evenly.lengths)))
         return pad_to(shard, with_length(shard, evenly.dim, sum(evenly.recut.lengths)))
 
     def receive(self, sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
         return _Evenly.of(sizes, step).recut.receive(x, here)
 
 
-def _apart(x: jax.Array, dim: int, n: int) -> jax.Array:
+def blocks_of(x: jax.Array, dim: int, n: int) -> jax.Array:
     """The `n` equal blocks of a dimension, along one of their own before all others."""
     return jnp.moveaxis(x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]), dim, 0)
 
 
-def _along(x: jax.Array, dim: int) -> jax.Array:
-    """The inverse of `_apart`."""
+def joined(x: Any, dim: int) -> Any:
+    """The inverse of `blocks_of`, of JAX's array or NumPy's."""
     n, *block = x.shape
     block[dim] *= n
-    return jnp.moveaxis(x, 0, dim).reshape(block)
+    return x.transpose(*range(1, dim + 1), 0, *range(dim + 1, x.ndim)).reshape(block)
 
 
 LOWERINGS: dict[str, Lowering] = {
