@@ -40,6 +40,25 @@ def _index(f: Factors, x: tuple[Dim, ...], operand_batch: Sequence[int], index_b
     return dims
 
 
+def _windows(
+    f: Factors, x: Sequence[Dim], index: Sequence[Dim], shape: Sequence[int], places: Sequence[int], alone: set[int]
+) -> tuple[Dim, ...]:
+    """The factors of what all indices read or write, of a `shape` in which an index's own dimensions are at `places`,
+    those of the operand that are not `alone`."""
+    window, of = extents(f.op), dict(zip(places, (d for d in range(len(x)) if d not in alone)))
+    batch, found = iter(index[:-1]), list[Dim]()
+    for place, size in enumerate(shape):
+        d = of.get(place)
+        if d is None:
+            found.append(next(batch))
+        elif window[d] == f.op.shapes[0][d]:
+            found.append(x[d])
+        else:
+            found += f.dims((size,))
+            f.block(found[-1:], _PART)
+    return tuple(found)
+
+
 def components(op: Op) -> tuple[int, ...]:
     """The operand dimension that each component of an index counts along."""
     dn = op.params["dimension_numbers"]
@@ -134,19 +153,7 @@ def _gather(f: Factors) -> None:
     x = f.operand(0)
     index = _index(f, x, dn.operand_batching_dims, dn.start_indices_batching_dims)
     alone = {*dn.collapsed_slice_dims, *dn.operand_batching_dims}
-    offsets = dict(zip(dn.offset_dims, (d for d in range(len(x)) if d not in alone)))
-    batch = iter(index[:-1])
-    result: list[Dim] = []
-    for place, size in enumerate(op.result_shapes[0]):
-        d = offsets.get(place)
-        if d is None:
-            result.append(next(batch))
-        elif window[d] == op.shapes[0][d]:
-            result.append(x[d])
-        else:
-            result += f.dims((size,))
-            f.block(result[-1:], _PART)
-    f.results.append(tuple(result))
+    f.results.append(_windows(f, x, index, op.result_shapes[0], dn.offset_dims, alone))
     reduction: Reduction = "max" if np.dtype(op.dtypes[0]) == np.bool_ else "sum"
     for d, dim in enumerate(x):
         if _servable(op, d):
@@ -201,19 +208,7 @@ def _scatter_factors(f: Factors, reduction: Reduction) -> None:
     x = f.operand(0)
     index = _index(f, x, dn.operand_batching_dims, dn.scatter_indices_batching_dims)
     alone = {*dn.inserted_window_dims, *dn.operand_batching_dims}
-    windows = dict(zip(dn.update_window_dims, (d for d in range(len(x)) if d not in alone)))
-    batch = iter(index[:-1])
-    updates: list[Dim] = []
-    for place, size in enumerate(op.shapes[2]):
-        d = windows.get(place)
-        if d is None:
-            updates.append(next(batch))
-        elif window[d] == op.shapes[0][d]:
-            updates.append(x[d])
-        else:
-            updates += f.dims((size,))
-            f.block(updates[-1:], _PART)
-    f.operands.append(tuple(updates))
+    f.operands.append(_windows(f, x, index, op.shapes[2], dn.update_window_dims, alone))
     f.results.append(x)
     for d, dim in enumerate(x):
         if window[d] != op.shapes[0][d] and d not in dn.operand_batching_dims and not _servable(op, d):
