@@ -107,7 +107,7 @@ class Hap:
             dims &= {d for d, dim in enumerate(weight_dims) if output_factors.intersection(dim)}
             others = {f for i, t in enumerate(factors.operands) if i != position for dim in t for f in dim}
             for d in dims if name in CONTRACTIONS else ():
-                root = self.baselines.root(weight, d)
+                root = self.baselines.kin.root(weight, d)
                 if root is not None:
                     (self.experts if others.intersection(weight_dims[d]) else self.outputs).add(root)
         return dims
@@ -117,7 +117,7 @@ class Hap:
         source, factors = self.graph.ops[op], self.table[op]
         weighted = any(v in self.weights for _, v in source.value_operands)
         for factor, nodes in cut_nodes(self.graph, op, factors, triples):
-            roots = {self.baselines.root(v, d) for v, d, *_ in nodes}
+            roots = {self.baselines.kin.root(v, d) for v, d, *_ in nodes}
             if any(v in self.weights and d not in self.free[v] for v, d, *_ in nodes):
                 return False
             if roots & (self.batch | self.experts):

@@ -45,7 +45,7 @@ def strategy(baselines: Baselines, program: Program, sizes: Sizes) -> Strategy:
     """The strategy of a program of the baselines' graph."""
     groups = device_groups(baselines.costs.cluster)
     of_classes = [sizes.of_devices(c.index) for c in sizes.classes.all]
-    in_batch = lambda c: any(baselines.root(v, d) in baselines.batch_roots for v, d, *_ in c.members)
+    in_batch = lambda c: any(baselines.kin.root(v, d) in baselines.batch_roots for v, d, *_ in c.members)
     of_batch = filter(in_batch, sizes.classes.all)
     batch = max(of_batch, key=lambda c: len(c.members), default=None)
     shares = {} if batch is None else {n: span([of_classes[batch.index][d] for d in devices]) for n, devices in groups}
@@ -61,7 +61,7 @@ def _state(baselines: Baselines, program: Program) -> float:
 
 def _work(baselines: Baselines, program: Program) -> dict[str, float]:
     graph = baselines.graph
-    of_weights = {baselines.root(v, d) for v in baselines.state for d in range(len(graph.values[v].shape))}
+    of_weights = {baselines.kin.root(v, d) for v in baselines.state for d in range(len(graph.values[v].shape))}
     flops_of_cut: dict[str, float] = {}
     for i in program.instructions:
         if not isinstance(i, Compute) or graph.ops[i.op].name not in CONTRACTIONS:
@@ -69,7 +69,7 @@ def _work(baselines: Baselines, program: Program) -> dict[str, float]:
         op, factors = graph.ops[i.op], baselines.table[i.op]
         words: list[str] = []
         for factor, nodes in cut_nodes(graph, i.op, factors, i.triples):
-            roots = {baselines.root(v, d) for v, d, *_ in nodes}
+            roots = {baselines.kin.root(v, d) for v, d, *_ in nodes}
             size = factors.sizes[factor]
             if roots & baselines.batch_roots:
                 words.append("batch")

@@ -33,6 +33,11 @@ class UnionFind:
             self.parent[node], node = root, self.parent[node]
         return root
 
+    def root(self, value: int, dim: int) -> Node | None:
+        """What stands for a dimension, whatever cuts it, and all that are cut alike; None where none was added."""
+        node = (value, dim, (), 0)
+        return self.find(node) if node in self.parent else None
+
     def add(self, node: Node, units: int) -> None:
         if node not in self.parent:
             self.parent[node], self.units[node] = node, units

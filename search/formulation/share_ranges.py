@@ -59,8 +59,7 @@ class ShareRanges:
 
     def root(self, value: int, dim: int) -> Node:
         """What stands for all that ops can cut together with a dimension."""
-        node = (value, dim, (), 0)
-        return self._kin.find(node) if node in self._kin.parent else node
+        return self._kin.root(value, dim) or (value, dim, (), 0)
 
     def at(self, root: Node) -> tuple[ShareRange, ...]:
         """All ranges of what is cut together, or what nodes stand for by themselves, whatever is cut."""

@@ -165,7 +165,7 @@ class Baselines:
         self.state = [graph.inputs[source] for source, _ in graph.carry]
         held = set(self.state)
         self.batch = [v for v in graph.inputs if v not in held and graph.values[v].shape]
-        self.batch_roots = {r for v in self.batch if (r := self.root(v, 0)) is not None}
+        self.batch_roots = {r for v in self.batch if (r := self.kin.root(v, 0)) is not None}
         self._structures: dict[str, ChoiceSpace] = {}
         """What each may choose, whatever the devices."""
 
@@ -249,19 +249,14 @@ class Baselines:
             self._structures[ONE_DEVICE] = ChoiceSpace(self.graph, self.table, nothing)
         return self.sized(self._solved(self._structures[ONE_DEVICE]), np.ones(1), np.ones(1))
 
-    def root(self, value: int, dim: int) -> Node | None:
-        """What stands for all dimensions that some op could cut together with this one; None where none cuts it."""
-        node = (value, dim, (), 0)
-        return self.kin.find(node) if node in self.kin.parent else None
-
     def _stored_batch(self) -> dict[int, Layout]:
-        return {v: (S(0),) for v in self.batch if self.root(v, 0) is not None and self.graph.values[v].shape[0] > 1}
+        return {v: (S(0),) for v in self.batch if self.kin.root(v, 0) is not None and self.graph.values[v].shape[0] > 1}
 
     def _data_parallel(self) -> Restriction:
         stored = {**dict.fromkeys(self.state, (R,)), **self._stored_batch()}
         # Only gradients and sums over the batch are communicated.
         convertible = lambda v, source, target: not source.is_sharded
-        allowed = lambda v, d: self.root(v, d) in self.batch_roots
+        allowed = lambda v, d: self.kin.root(v, d) in self.batch_roots
         return Restriction(stored, allowed, convertible=convertible, role=lambda _: None)
 
     def _cut_state(self, state: Iterable[int]) -> tuple[dict[int, Layout], Allowed]:
@@ -278,10 +273,10 @@ class Baselines:
                 cut_shapes.add((shape, dim))
 
         def allowed(value: int, dim: int) -> bool:
-            if self.root(value, dim) in self.batch_roots:
+            if self.kin.root(value, dim) in self.batch_roots:
                 return True
             shape = self.graph.values[value].shape
-            batched = any(self.root(value, d) in self.batch_roots for d in range(len(shape)))
+            batched = any(self.kin.root(value, d) in self.batch_roots for d in range(len(shape)))
             return (shape, dim) in cut_shapes and not batched
 
         return stored, allowed
@@ -340,18 +335,18 @@ class Baselines:
                 for position, value in values.items():
                     weight = origin(value)
                     d = next(d for d, dim in enumerate(factors.operands[position]) if factor in dim)
-                    if weight in weights and (root := self.root(weight, d)) is not None:
+                    if weight in weights and (root := self.kin.root(weight, d)) is not None:
                         found.add((self.graph.values[weight].shape, d, root))
         return {
             v: d
             for v in self.state
             for d in range(len(self.graph.values[v].shape))
-            if (self.graph.values[v].shape, d, self.root(v, d)) in found
+            if (self.graph.values[v].shape, d, self.kin.root(v, d)) in found
         }
 
     @cached_property
     def _expert_roots(self) -> set[Node]:
-        return {r for v, d in self.expert_dims.items() if (r := self.root(v, d)) is not None}
+        return {r for v, d in self.expert_dims.items() if (r := self.kin.root(v, d)) is not None}
 
     def _expert_parallel(self, rest: Restriction) -> Restriction:
         """`rest`: of all that is no expert's."""
@@ -360,7 +355,7 @@ class Baselines:
         allowed_of_rest, convertible_of_rest = rest.allowed, rest.convertible
         assert allowed_of_rest is not None
         assert convertible_of_rest is not None
-        allowed = lambda v, d: self.root(v, d) in self._expert_roots or allowed_of_rest(v, d)
+        allowed = lambda v, d: self.kin.root(v, d) in self._expert_roots or allowed_of_rest(v, d)
 
         def convertible(value: int, source: Placement, target: Placement) -> bool:
             if value in self.expert_dims:
@@ -375,11 +370,11 @@ class Baselines:
         cut = self._alternating_roots()
         stored: dict[int, Layout] = dict.fromkeys(self.batch, (R,))
         for v in self.state:
-            dims = [d for d in range(len(self.graph.values[v].shape)) if self.root(v, d) in cut]
+            dims = [d for d in range(len(self.graph.values[v].shape)) if self.kin.root(v, d) in cut]
             stored[v] = (S(dims[0]) if dims else R,)
         held = set(self.state)
         convertible = lambda v, source, target: v not in held or source == R
-        allowed = lambda v, d: self.root(v, d) in cut
+        allowed = lambda v, d: self.kin.root(v, d) in cut
         return Restriction(stored, allowed, convertible=convertible, role=held.__contains__)
 
     def _alternating_roots(self) -> set[Node]:
@@ -388,13 +383,13 @@ class Baselines:
         The width that most weights share (a transformer's residual stream) stays whole. Of the others, the one with
         the fewest sums over it per weight comes first: heads before the width of a head.
         """
-        fed = {self.root(v, d) for v in self.batch for d in range(len(self.graph.values[v].shape))}
+        fed = {self.kin.root(v, d) for v in self.batch for d in range(len(self.graph.values[v].shape))}
         contracted, summed = self._contracted_roots()
         weights = [
             [
                 r
                 for d in range(len(self.graph.values[v].shape))
-                if (r := self.root(v, d)) is not None and r in contracted
+                if (r := self.kin.root(v, d)) is not None and r in contracted
             ]
             for v in self.state
         ]
@@ -465,7 +460,7 @@ class Baselines:
     def _costed(self, sizer: Sizer, batch: Floats, rest: Floats, like_batch: Set[Node]) -> Baseline:
         program, classes = sizer.program, sizer.classes
         of_batch, of_rest = sizer.fixed(batch), sizer.fixed(rest)
-        batched = [any(self.root(v, d) in like_batch for v, d, *_ in c.members) for c in classes.all]
+        batched = [any(self.kin.root(v, d) in like_batch for v, d, *_ in c.members) for c in classes.all]
         chosen = (of_batch if b else of_rest for b in batched)
         sizes = Sizes(self.graph, classes, tuple(s.shares[i] for i, s in enumerate(chosen)))
         check(self.graph, program, sizes)

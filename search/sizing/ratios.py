@@ -99,8 +99,8 @@ class Ratios:
         weight: dict[tuple[Node, tuple[int, ...], int], float] = {}
         for (value, dim, axes, way), vector in named.items():
             self._exact[(value, dim, axes, way)] = self._intern(axes, vector)
-            if (node := (value, dim, (), 0)) in self._kinship.parent:
-                root = (self._kinship.find(node), axes, way)
+            if (kin := self._kinship.root(value, dim)) is not None:
+                root = (kin, axes, way)
                 weight[root], self._kin[root] = np.inf, self._intern(axes, vector)
         for cls in sizes.classes.all if sizes is not None else ():
             assert sizes is not None
@@ -115,9 +115,8 @@ class Ratios:
                     vectors[axes] = self._intern(axes, lengths / max(lengths.sum(), 1.0))
                 vector = vectors[axes]
                 self._exact[(value, dim, axes, way)] = vector
-                node = (value, dim, (), 0)
-                if node in self._kinship.parent:
-                    root = (self._kinship.find(node), axes, way)
+                if (kin := self._kinship.root(value, dim)) is not None:
+                    root = (kin, axes, way)
                     if weight.get(root, -1) < nbytes:
                         weight[root] = nbytes
                         self._kin[root] = vector
@@ -193,9 +192,8 @@ class Ratios:
         node = (value, dim, axes, way)
         if node in self._exact:
             return self._exact[node]
-        base = -1
-        if (node := (value, dim, (), 0)) in self._kinship.parent:
-            base = self._kin.get((self._kinship.find(node), axes, way), -1)
+        kin = self._kinship.root(value, dim)
+        base = -1 if kin is None else self._kin.get((kin, axes, way), -1)
         if base < 0 and (value, dim) in self.evenly:
             base = _EVEN
         units = units or self.graph.values[value].shape[dim]

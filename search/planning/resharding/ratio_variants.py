@@ -67,8 +67,7 @@ class RatioVariants:
         return _VariantBuilder(choices, self.costs, ratios)
 
     def _root(self, value: int, dim: int) -> Node:
-        node = (value, dim, (), 0)
-        return self._kin.find(node) if node in self._kin.parent else node
+        return self._kin.root(value, dim) or (value, dim, (), 0)
 
     def _way(self, kin: _Kin, vector: Floats, near: float, members: tuple[Node, ...]) -> int:
         """The number of a vector among those by which kin is cut along an axis."""
