@@ -231,7 +231,7 @@ class ProblemBuilder:
 
     def times_key(self, op: int) -> _TimesKey:
         """What decides an op's seconds: its kind, its triples, and the vectors of what they cut."""
-        vectors = () if self.ratios is None else self.once(("vectors", self._op_key(op)), lambda: self._vectors(op))
+        vectors = self.once(("vectors", self._op_key(op)), lambda: self._vectors(op))
         return self.costs.kind(op), self.structure.triples[op], vectors
 
     def _seconds_key(self, op: int) -> object:
@@ -244,7 +244,8 @@ class ProblemBuilder:
 
     def _vectors(self, op: int) -> tuple[int, ...]:
         """The vectors of everything that some triples of an op cut."""
-        assert self.ratios is not None
+        if self.ratios is None:
+            return ()
         o, found = self.graph.ops[op], list[int]()
         tensors = (*o.operands, *o.results)
         for places, axes, way, units in self.cuts(op).all:
@@ -265,13 +266,17 @@ class ProblemBuilder:
             held = [tuple(vectors[c] for c in cuts) if vectors else () for cuts in self.cuts(op).groups]
             works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
             places.append([number.setdefault(key, len(number)) for key in zip(works, held, strict=True)])
-        if self.ratios is None:
-            seconds = np.array(self.costs.ideal_times(work for work, _ in number))
-        else:
-            devices = self.ratios.devices
-            seconds = self.costs.times([(work, [devices[v] for v in held]) for work, held in number])
-            seconds[[NO_SIZES in held for _, held in number]] = np.inf
+        seconds = self._seconds_of([*number])
         self._times.update({key: seconds[at] for key, at in zip(missing, places, strict=True)})
+
+    def _seconds_of(self, works: Sequence[tuple[Work, tuple[int, ...]]]) -> Floats:
+        """Of works, each at the vectors of what it cuts."""
+        if self.ratios is None:
+            return np.array(self.costs.ideal_times(work for work, _ in works))
+        devices = self.ratios.devices
+        seconds = self.costs.times([(work, [devices[v] for v in held]) for work, held in works])
+        seconds[[NO_SIZES in held for _, held in works]] = np.inf
+        return seconds
 
     def feed_time(self, value: int, layout: Layout) -> float:
         """Seconds to put an argument that is new at every step where it is stored."""

@@ -22,7 +22,6 @@ from itertools import chain, combinations, groupby, product
 import numpy as np
 
 from hapsynth.instructions.collectives import STEPS, Balanced
-from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cuts_of, owner_of
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.search.analysis.dimension_groups import kinship
@@ -30,7 +29,7 @@ from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import MOVES, PRICES, PriceOfRounds, Shares, even_fractions
 from hapsynth.search.cost.share_range import ShareRange
 from hapsynth.search.cost.work import Work
-from hapsynth.search.formulation.choice_space import AvailableLayouts, Interned, cuts_together
+from hapsynth.search.formulation.choice_space import AvailableLayouts, cuts_together
 from hapsynth.search.formulation.conversions import Conversions, Hop, LayoutSet
 from hapsynth.search.formulation.share_nodes import ShareNodes
 from hapsynth.search.formulation.ways import BuilderOfWays, ChoicesInWays
@@ -261,10 +260,6 @@ class RangeBuilder(BuilderOfWays):
 
     # Ops
 
-    def times_key(self, op: int) -> tuple[int, Interned[Triples], tuple[int, ...]]:
-        vectors = self.once(("vectors", self._op_key(op)), lambda: self._vectors(op))
-        return self.costs.kind(op), self.structure.triples[op], vectors
-
     def _vectors(self, op: int) -> tuple[int, ...]:
         """The numbers of the ranges, or nodes, of everything that some triples of an op cut."""
         o, found = self.graph.ops[op], list[int]()
@@ -276,23 +271,17 @@ class RangeBuilder(BuilderOfWays):
             found.append(self._number.setdefault(key, len(self._number)))
         return tuple(found)
 
-    def _find_times(self, missing: Mapping[tuple[int, Interned[Triples], tuple[int, ...]], int]) -> None:
-        number: dict[tuple[Work, tuple[int, ...]], int] = {}
-        places: list[list[int]] = []
-        for (_, _, vectors), op in missing.items():
-            held = [tuple(vectors[c] for c in cuts) for cuts in self.cuts(op).groups]
-            works = [self.costs.work(op, triples) for triples in self.structure.triples[op]]
-            places.append([number.setdefault(key, len(number)) for key in zip(works, held, strict=True)])
+    def _seconds_of(self, works: Sequence[tuple[Work, tuple[int, ...]]]) -> Floats:
         every = [*self._number]
         anywhere = ShareRange((1.0, 1.0)), None, 0
-        at = [(work, every[held[0]] if held else anywhere) for work, held in number]
+        at = [(work, every[held[0]] if held else anywhere) for work, held in works]
         seconds, inside = np.zeros(len(at)), [i for i, (_, (_, nodes, _)) in enumerate(at) if nodes is None]
         seconds[inside] = self.costs.times_within([(at[i][0], at[i][1][0]) for i in inside])
         rounded = [(i, work, nodes, way) for i, (work, (_, nodes, way)) in enumerate(at) if nodes is not None]
         found = self.ranges.seconds_at([(work, nodes) for _, work, nodes, _ in rounded])
         for (i, _, _, way), mine in zip(rounded, found, strict=True):
             seconds[i] = mine[way]
-        self._times.update({key: seconds[at] for key, at in zip(missing, places, strict=True)})
+        return seconds
 
 
 class ConversionsWithMoves(Conversions):
