@@ -234,10 +234,6 @@ class ProblemBuilder:
         vectors = self.once(("vectors", self._op_key(op)), lambda: self._vectors(op))
         return self.costs.kind(op), self.structure.triples[op], vectors
 
-    def _seconds_key(self, op: int) -> object:
-        """Equal where `op_times` gives the same array."""
-        return self.times_key(op)
-
     def _op_key(self, op: int) -> tuple[int, ...]:
         """Equal for ops that are alike, and cut alike."""
         return self.kinds.ops[op], *map(self._roles.__getitem__, self.kinds.tensors[op])
@@ -316,7 +312,7 @@ class ProblemBuilder:
         """Seconds of each of an op's states, given those under each of its triples."""
         st, o = self.structure, self.graph.ops[op]
         choices, runs, uniform = st.choices[st.op_variable[op]], self.graph.runs[o.region], self.costs.uniform_time(op)
-        own = ("unary", choices, self._seconds_key(op), runs, uniform)
+        own = ("unary", choices, self.times_key(op), runs, uniform)
         value = st.made_with(op)
         if value is None:
             return self.once(own, lambda: runs * (times + uniform)[choices.triple])

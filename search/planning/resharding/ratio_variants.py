@@ -2,18 +2,14 @@
 
 A class that the plan has in parts has a ratio for each of them. What ops can cut together is cut in the same ways, so
 an op takes one way for all that it cuts; conversions lead from one to another, at what a reshare costs. `RatioVariants`
-gives the choices and the builder that have them, `CheapestOfRatios` a bound without the cost of changing.
+gives the choices and the builder that have them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property, reduce
-
 import numpy as np
 
 from hapsynth.instructions.collectives import Collective
-from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.sizes import Node, Sizes
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
@@ -87,41 +83,3 @@ class _VariantBuilder(BuilderOfWays):
 
     def _allows(self, value: int, step: Collective) -> bool:
         return not (step.recuts and self.whole[value])
-
-
-class CheapestOfRatios(ProblemBuilder):
-    """As a `ProblemBuilder`, but each instruction costs the least that it does at any of `every` ratios, and nothing is
-    paid for changing from one to another: no program whose instructions are each at one of them is cheaper."""
-
-    def __init__(self, structure: ChoiceSpace, costs: CostModel, every: Sequence[Ratios]) -> None:
-        super().__init__(structure, costs, every[0])
-        self._each = [ProblemBuilder(structure, costs, ratios) for ratios in every]
-
-    @cached_property
-    def _roles(self) -> Sequence[int]:
-        number: dict[object, int] = {}
-        every = zip(*(f._roles for f in self._each), strict=True)
-        return [number.setdefault(roles, len(number)) for roles in every]
-
-    def _end(self, value: int, layout: Layout, axis: int) -> object:
-        return tuple(f._end(value, layout, axis) for f in self._each)
-
-    def _profile(self, value: int) -> object:
-        return tuple(f._profile(value) for f in self._each)
-
-    def step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
-        return min(f.step_time(value, source, target, axis) for f in self._each)
-
-    def held(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float | Floats:
-        return reduce(np.minimum, (f.held(value, dim, axes, way) for f in self._each))
-
-    def feed_time(self, value: int, layout: Layout) -> float:
-        return min(f.feed_time(value, layout) for f in self._each)
-
-    def op_times(self, ops: Sequence[int]) -> list[Floats]:
-        found = zip(*(f.op_times(ops) for f in self._each), strict=True)
-        keys = [("least", self._seconds_key(op)) for op in ops]
-        return [self.once(key, lambda t=times: np.minimum.reduce(t)) for key, times in zip(keys, found, strict=True)]
-
-    def _seconds_key(self, op: int) -> object:
-        return tuple(f.times_key(op) for f in self._each)

@@ -1,28 +1,20 @@
 """A search's best program where its dimension classes may be cut at several ratios, and the bound at these.
 
 Reshares that pay by themselves are inserted (`insertion.py`). Along one mesh axis, programs whose instructions are each
-at one of the ratios that come of it are then searched and bounded too; along two, the bound is that of changing from
-one ratio to another for nothing.
+at one of the ratios that come of it are then searched and bounded too; along several, or where a value may be cut in
+too many ways, the joint bound is all that is known of them.
 """
 
 from __future__ import annotations
 
 import time
-from itertools import product
 
-import numpy as np
-
-from hapsynth.instructions.program.sizes import Node, Sizes
-from hapsynth.search.cost.model import Floats
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.resharding.insertion import ReshardInserter
-from hapsynth.search.planning.resharding.ratio_variants import CheapestOfRatios, RatioVariants
+from hapsynth.search.planning.resharding.ratio_variants import RatioVariants
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.result import SETTLED
-from hapsynth.search.sizing.ratios import NOTHING, Ratios, own_weights
 
-_COMBINATIONS = 8
-"""Of ratios of all classes, at which a bound is still sought."""
 _CUTS = 8
 """Of a value: sets of so many are still shared conversions, each a choice."""
 _CHANGES = 6
@@ -32,8 +24,8 @@ _CHANGES = 6
 def resharded(
     search: FixedRatioSearch, best: Candidate, bound: float | None, tolerance: float
 ) -> tuple[Candidate, float | None]:
-    """A search's best program with reshares where they pay, and the bound at the ratios that it then has; as they were
-    where none does."""
+    """A search's best program with reshares where they pay, and the bound at the ratios that it then has, None where
+    that is not sought; as they were where none does."""
     return Resharding(search, tolerance).improved(best, bound)
 
 
@@ -52,25 +44,13 @@ class Resharding:
         if found is best:
             return best, bound
         if len(self.task.costs.axes) > 1 or self._most_cuts(found) > _CUTS:
-            return found, self._free_to_change(best, found)
+            return found, None
         return self._in_every_way(found)
 
     def _most_cuts(self, best: Candidate) -> int:
         """In how many ways some value may be cut, where every dimension may be at all ratios that a program has."""
         ways, layouts = RatioVariants(self.task.costs, best.sizes), self.search.choices.layouts
         return max(sum(ways.count(v, d) for d in known.dims) for v, known in enumerate(layouts))
-
-    def _free_to_change(self, before: Candidate, best: Candidate) -> float | None:
-        """The bound of programs at the best one's ratios, of which it has several where the one `before` had one, as if
-        to change from one to another were free."""
-        named = every_ratio(before, best)
-        if named is None:
-            return None
-        costs, task = self.task.costs, self.task
-        weights = own_weights(costs, before.sizes)
-        every = [Ratios(task.graph, task.factors, weights, None, costs.lengths, NOTHING, n) for n in named]
-        builder = CheapestOfRatios(self.search.choices, costs, every)
-        return self.search.bounded(builder, before.choices, self.tolerance).lower_bound
 
     def _in_every_way(self, best: Candidate) -> tuple[Candidate, float]:
         """The best program whose instructions are each at one of the ratios that the given one has for what they cut,
@@ -97,35 +77,3 @@ class Resharding:
             if best is known:
                 break
         return best, bound
-
-
-def every_ratio(before: Candidate, after: Candidate) -> list[dict[Node, Floats]] | None:
-    """The ratios at which a candidate's program could be whose classes are those of `before`, where `after` has these
-    in parts: each time one of each class's, as dimension -> fraction per position, those of the largest classes last.
-    None where they are too many."""
-    sizes, of = before.sizes, before.sizes.classes.of
-    ratios: dict[int, dict[bytes, Floats]] = {c.index: {} for c in sizes.classes.all if c.owner is None}
-    for cls, shares in zip(after.sizes.classes.all, after.sizes.shares, strict=True):
-        if cls.owner is not None:
-            continue
-        vector = np.array(shares, dtype=np.float64) / max(cls.units, 1)
-        for c in {of[value, dim, axes, 0] for value, dim, axes, _ in cls.members}:
-            ratios[c].setdefault(vector.tobytes(), vector)
-    if np.prod([len(found) for found in ratios.values()]) > _COMBINATIONS:
-        return None
-    weight = lambda c: sum(sizes.graph.values[v].nbytes for v in {v for v, *_ in sizes.classes.all[c].members})
-    order = sorted(ratios, key=weight)
-    return [
-        {
-            node: _joined(sizes, node, vector)
-            for c, vector in zip(order, chosen, strict=True)
-            for node in sizes.classes.all[c].members
-        }
-        for chosen in product(*(ratios[c].values() for c in order))
-    ]
-
-
-def _joined(sizes: Sizes, node: Node, vector: Floats) -> Floats:
-    """A class's fractions per position along the axes of one of its members."""
-    count = int(np.prod([sizes.classes.lengths[a] for a in node[2]]))
-    return vector.reshape(count, -1).sum(axis=1)

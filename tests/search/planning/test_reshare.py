@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exported import assert_exports
-from graphs import cluster as graph_cluster
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
@@ -27,7 +26,6 @@ import hapsynth
 from hapsynth.adapting import rebalance
 from hapsynth.cli.main import main
 from hapsynth.cluster.curves import Curve
-from hapsynth.graph.trace import trace
 from hapsynth.instructions.collectives import axis_between
 from hapsynth.instructions.layout import parse_layout
 from hapsynth.instructions.program.checker import check
@@ -40,20 +38,18 @@ from hapsynth.instructions.testing.simulate import random_shares
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._recut import Recut
 from hapsynth.plan import Plan, PlanError
-from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import conversion_cost, instruction_costs, program_cost
-from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.planner import Planner
+from hapsynth.search.planning.resharding import search as resharding
 from hapsynth.search.planning.resharding.insertion import ReshardInserter
-from hapsynth.search.planning.resharding.ratio_variants import CheapestOfRatios, RatioVariants
+from hapsynth.search.planning.resharding.ratio_variants import RatioVariants
 from hapsynth.search.planning.resharding.rewrite import merged
 from hapsynth.search.planning.resharding.search import Resharding
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED, Result
-from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Solution, solve
 from hapsynth.search.solver.min_cut import Hyperedge, cheapest_labels
 
@@ -227,6 +223,13 @@ def test_bounds_hold_with_reshares(sweep: list[tuple[Any, Any]]) -> None:
         # At several ratios at once there are more programs.
         assert found.lower_bound_s <= plain.lower_bound_s * (1 + 1e-9)
         assert 0 <= found.gap <= SETTLED
+
+
+def test_where_cuts_are_too_many_the_joint_bound_is_all_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resharding, "_CUTS", 0)
+    found = planned(pooled, arguments(), cluster("1 GB/s"))
+    assert reshares(found.program)
+    assert 0 < found.joint_lower_bound_s == found.lower_bound_s < found.cost_s
 
 
 def at_each_way(task: Task, best: Candidate) -> tuple[ProblemBuilder, Solution]:
@@ -464,21 +467,6 @@ def test_what_two_axes_cut_is_not_reshared() -> None:
     assert axis_between(way("S(0),S(0)/1"), way("S(0),S(0)/1~1")) is None
     assert axis_between(way("S(0)~1,S(0)/1~1"), way("S(0)~1,R")) == 1
     assert axis_between(way("S(0)~1,S(0)/1~1"), way("S(0),R")) is None
-
-
-def test_no_step_along_two_axes_is_dearer_than_at_each_ratio() -> None:
-    """Steps that are alike at the first of the ratios, and not at the second, had one cost."""
-    graph = trace(lambda x, w: jnp.tanh(x @ w), [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2).graph
-    costs = CostModel(graph, graph_cluster([1.0] * 4), table := FactorTable(graph), (("a", 2), ("b", 2)))
-    choices, vector = ChoiceSpace(graph, table, axes=2), np.array([0.9, 0.1])
-    at = lambda *cut: {(0, dim, (a,), 0): v for dim, v in enumerate(cut) for a in (0, 1)}
-    every = [
-        Ratios(graph, table, np.full(4, 0.25), None, costs.lengths, named=at(*cut))
-        for cut in ((vector, vector), (vector, np.full(2, 0.5)))
-    ]
-    least = CheapestOfRatios(choices, costs, every).conversions(0).single
-    each = [ProblemBuilder(choices, costs, ratios).conversions(0).single for ratios in every]
-    assert least == {step: min(single[step] for single in each) for step in least}
 
 
 def test_shards_that_another_axis_cuts_again_stay_the_same() -> None:
