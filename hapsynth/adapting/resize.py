@@ -40,7 +40,7 @@ def best_sizes(
     if not overlap:
         return sizes, sizer.memory.peak(sizes)
     under_way = program_timeline(program, sizes, costs).under_way
-    return sizes, MemoryProfile(costs.graph, program, classes, costs, under_way).peak(sizes)
+    return sizes, MemoryProfile(program, classes, costs, under_way).peak(sizes)
 
 
 def resized(
@@ -59,7 +59,7 @@ def resized(
     timeline = None
     if plan.result.overlap:
         timeline = program_timeline(plan.program, sizes, costs)
-        held = MemoryProfile(costs.graph, plan.program, sizes.classes, costs, timeline.under_way).peaks(sizes)
+        held = MemoryProfile(plan.program, sizes.classes, costs, timeline.under_way).peaks(sizes)
     else:
         held = held_by(plan.program, sizes, costs)
     memory = np.zeros(plan.cluster.n)

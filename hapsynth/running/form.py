@@ -151,7 +151,7 @@ def peak_bytes(graph: Graph, result: Result, cluster: Cluster, *, exact: bool, o
     room = replace(result.room, exact=exact)
     costs = CostModel(graph, cluster.subset(used), FactorTable(graph), program.axes, room, result.lowering)
     under_way = program_timeline(program, sizes, costs).under_way if overlap else {}
-    held = MemoryProfile(graph, program, sizes.classes, costs, under_way).peaks(sizes)
+    held = MemoryProfile(program, sizes.classes, costs, under_way).peaks(sizes)
     return tuple(dict(zip(used, held, strict=True)).get(d, 0.0) for d in range(cluster.n))
 
 

@@ -149,7 +149,7 @@ class Step:
         """When what each group of devices holds may change, in the program's order: seconds [points], and bytes
         [groups, points]."""
         under_way = self.plan.timeline.under_way if self.plan.scheduled else {}
-        profile = MemoryProfile(self.costs.graph, self.plan.program, self.plan.sizes.classes, self.costs, under_way)
+        profile = MemoryProfile(self.plan.program, self.plan.sizes.classes, self.costs, under_way)
         held = profile.of_devices(self.plan.sizes)
         held = np.broadcast_to(held, (self.costs.n, held.shape[1]))[[group[0] for group in self.groups]]
         # In the order of the program something may begin before what stands in front of it.

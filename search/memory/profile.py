@@ -81,11 +81,14 @@ class MemoryProfile:
     `under_way`: of collectives that run beside what follows them, the last instruction that begins before each ends.
     """
 
-    graph: Graph
     program: Program
     classes: Classes
     costs: CostModel
     under_way: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def graph(self) -> Graph:
+        return self.costs.graph
 
     @property
     def room(self) -> MemoryBudget:
@@ -343,7 +346,7 @@ def held_by(program: Program, sizes: Sizes, costs: CostModel) -> tuple[float, ..
     """Bytes of each device at the fullest point of a program, in the switch form in XLA's order. What is within limits
     is told by `MemoryProfile`, in the program's order."""
     if _is_in_own_order(costs):
-        return MemoryProfile(costs.graph, program, sizes.classes, costs).peaks(sizes)
+        return MemoryProfile(program, sizes.classes, costs).peaks(sizes)
     return (_scheduled(program, sizes, costs).peak(),) * costs.n
 
 
@@ -356,7 +359,7 @@ def held_pinned(
     program's order. `library`: of the card's contractions and convolutions. `scheduled`: its collectives are in
     bundles of a schedule."""
     if len(costs.graph.regions) > 1:
-        profile = MemoryProfile(costs.graph, program, sizes.classes, costs)
+        profile = MemoryProfile(program, sizes.classes, costs)
         return (1 + _GAPS) * profile.peaks(sizes)[device] + library.workspace + SMALL
     at = tuple(map(int, np.unravel_index(device, [n for _, n in program.axes])))
 
@@ -393,7 +396,7 @@ def held_at_peak(program: Program, sizes: Sizes, costs: CostModel) -> list[tuple
     if not _is_in_own_order(costs):
         scheduled = _scheduled(program, sizes, costs)
         return [(t.value, scheduled.nbytes(t)) for t in scheduled.held]
-    profile = MemoryProfile(costs.graph, program, sizes.classes, costs)
+    profile = MemoryProfile(program, sizes.classes, costs)
     fullest = int(profile.at(sizes).argmax())
     held = [t for t, b in zip(profile.tensors, profile.buffers) if b.start <= fullest < b.stop]
     return [(t.value, padded_bytes(sizes, t.value, t.layout)) for t in held]
@@ -410,4 +413,4 @@ def _scheduled(program: Program, sizes: Sizes, costs: CostModel) -> XlaSchedule:
 
 def peak(program: Program, sizes: Sizes, costs: CostModel) -> float:
     """What is counted at the fullest point of a program of the device that comes nearest to its limit."""
-    return MemoryProfile(costs.graph, program, sizes.classes, costs).peak(sizes)
+    return MemoryProfile(program, sizes.classes, costs).peak(sizes)

@@ -42,7 +42,7 @@ def schedules_holding_less(
 
 def _largest_tensors(program: Program, sizes: Sizes, costs: CostModel) -> list[float]:
     """Per instruction, what the largest tensor that it makes or takes counts on some device, in bytes."""
-    profile = MemoryProfile(costs.graph, program, sizes.classes, costs)
+    profile = MemoryProfile(program, sizes.classes, costs)
     counted = (profile.room.weights[:, None] * profile.bytes_of(sizes)).max(axis=0)
     held: dict[Property, float] = {}
     for tensor, nbytes in zip(profile.tensors, counted.tolist()):

@@ -81,7 +81,7 @@ class Sizer:
 
     @cached_property
     def memory(self) -> MemoryProfile:
-        return MemoryProfile(self.graph, self.program, self.classes, self.costs, self._under_way)
+        return MemoryProfile(self.program, self.classes, self.costs, self._under_way)
 
     @cached_property
     def loads(self) -> ClassCosts:

@@ -106,7 +106,7 @@ def test_sizes_are_limited_by_what_the_plan_holds_with_overlap() -> None:
     assert plan.timeline.under_way
     costs = plan.cost_model(plan.used)
     sizes, peak = best_sizes(plan, costs)
-    without = MemoryProfile(costs.graph, plan.program, sizes.classes, costs).peak(sizes)
+    without = MemoryProfile(plan.program, sizes.classes, costs).peak(sizes)
     assert peak == max(resized(plan, sizes, costs, plan.cluster).memory) > without
 
 

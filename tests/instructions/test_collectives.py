@@ -215,7 +215,7 @@ def test_what_rounds_send_is_counted(name: str, lengths: tuple[int, ...], kind: 
         (bundle,) = bundles(graph, program, [step], sizes, partial(padded_bytes, sizes), DEFAULT)
         assert [bundle.sent, bundle.given] == [pytest.approx(x) for x in nbytes]
         costs = CostModel(graph, where, FactorTable(graph), program.axes, MemoryBudget.of(where, exact=True))
-        profile = MemoryProfile(graph, program, sizes.classes, costs)
+        profile = MemoryProfile(program, sizes.classes, costs)
         counted = profile.bytes_of(sizes)[0, [k for k, b in enumerate(profile.buffers) if b.moved]]
         assert counted.tolist() == [pytest.approx(x) for x in set(nbytes)], "in place"
         moves = str(jax.make_jaxpr(partial(exchanged, mesh, sizes, step))(np.zeros(staged.wire(wire).shape)))

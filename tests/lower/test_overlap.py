@@ -171,7 +171,7 @@ def test_a_plan_made_without_overlap_says_what_it_holds_with(exact: bool, monkey
     costs, under_way = other.cost_model(), other.timeline.under_way
     assert other.overlap
     assert under_way
-    want = MemoryProfile(plan.traced.graph, other.program, plan.sizes.classes, costs, under_way).peaks(plan.sizes)
+    want = MemoryProfile(other.program, plan.sizes.classes, costs, under_way).peaks(plan.sizes)
     assert other.memory == want
     assert max(other.held_bytes) > max(plan.held_bytes)
     short = replace(result, memory_limit_bytes=tuple(b - 1 for b in other.held_bytes))

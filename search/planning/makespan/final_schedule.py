@@ -145,7 +145,7 @@ def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, *, runs_on:
     computed."""
     costs = search.task.costs
     timeline = program_timeline(program, sizes, costs)
-    memory = MemoryProfile(costs.graph, program, sizes.classes, costs, timeline.under_way if runs_on else {})
+    memory = MemoryProfile(program, sizes.classes, costs, timeline.under_way if runs_on else {})
     if memory.peak(sizes) > search.limit:
         return None
     return Overlapped(program, sizes, timeline, memory.peaks(sizes), 0.0, clocks(timeline, costs))

@@ -29,7 +29,7 @@ def test_all_share_one_index(planned) -> None:
     sizer = Sizer(result.program, result.sizes.classes, costs)
     index = sizer.loads.index
     assert ProgramIndex.of(result.program, result.sizes.classes, costs) is index is sizer.memory.index
-    assert MemoryProfile(costs.graph, result.program, result.sizes.classes, costs).index is index
+    assert MemoryProfile(result.program, result.sizes.classes, costs).index is index
     # Classes of its own, or another model: another index.
     other = Classes.build(costs.graph, result.program, costs.table)
     assert ProgramIndex.of(result.program, other, costs) is not index

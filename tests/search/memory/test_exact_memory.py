@@ -56,7 +56,7 @@ def planned(memory: tuple[float, ...], fn: Any = momentum, args: Any = STATE, **
 
 
 def profile_of(plan: Plan) -> MemoryProfile:
-    return MemoryProfile(plan.traced.graph, plan.program, plan.sizes.classes, plan.cost_model())
+    return MemoryProfile(plan.program, plan.sizes.classes, plan.cost_model())
 
 
 @cache

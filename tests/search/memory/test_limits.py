@@ -137,7 +137,7 @@ def test_no_program_holds_less_than_the_bound_counts(make: Callable[[], Graph], 
             assert builder.ratios is not None
             sizes = builder.ratios.sizes_of(classes)
             assert sizes is not None
-            held = MemoryProfile(graph, program, classes, costs).peak(sizes)
+            held = MemoryProfile(program, classes, costs).peak(sizes)
             assert least <= counted * (1 + 1e-9)
             assert counted <= held * (1 + 1e-9)
             nearest = max(nearest, counted / held)

@@ -489,7 +489,7 @@ def test_no_program_that_fits_is_below_the_bound(bandwidth: float, exact: bool) 
                 classes = Classes.build(graph, program, costs.table)
                 sizes = ratios.sizes_of(classes)
                 assert sizes is not None
-                held = MemoryProfile(graph, program, classes, costs).peak(sizes)
+                held = MemoryProfile(program, classes, costs).peak(sizes)
                 programs.append((first, program_cost(program, sizes, costs), held))
     joint = MemoryConstraints(ProblemBuilder(structure, costs, None), at_least=True)
     op = max(range(len(graph.ops)), key=joint.least_at)

@@ -73,8 +73,8 @@ def test_what_is_sent_is_held_until_it_has_arrived() -> None:
         plan = hapsynth.synthesize(
             step, ([floats(512, 512)] * 4, floats(256, 512)), cluster, memory_limit=limit, **options
         )
-        graph, costs = plan.traced.graph, plan.cost_model()
-        held = MemoryProfile(graph, plan.program, plan.sizes.classes, costs, plan.timeline.under_way)
+        costs = plan.cost_model()
+        held = MemoryProfile(plan.program, plan.sizes.classes, costs, plan.timeline.under_way)
         assert held.peaks(plan.sizes) == plan.memory
         assert max(plan.memory) <= limit
         later += max(plan.memory) > peak(plan.program, plan.sizes, costs)
@@ -85,13 +85,13 @@ def test_what_is_sent_is_held_until_it_has_arrived() -> None:
 def test_what_is_under_way_is_counted_once_and_until_it_ends(exact: bool) -> None:
     """Whatever else reads what is sent; what arrives is in the buffer that was given until then."""
     plan = planned()
-    graph, program, sizes, costs = plan.traced.graph, plan.program, plan.sizes, plan.cost_model()
+    program, sizes, costs = plan.program, plan.sizes, plan.cost_model()
     room = MemoryBudget.of(costs.cluster, exact=exact)
     costs = costs.on(costs.cluster, room)
     gathers = [i for i, step in enumerate(program.instructions) if isinstance(step, Convert) and step.is_collective]
     first, last = gathers[0], len(program.instructions) - 1
-    apart = MemoryProfile(graph, program, sizes.classes, costs)
-    beside = MemoryProfile(graph, program, sizes.classes, costs, {first: last})
+    apart = MemoryProfile(program, sizes.classes, costs)
+    beside = MemoryProfile(program, sizes.classes, costs, {first: last})
     (sent,), (given,) = apart.index.accesses[first]
     step = program.instructions[first]
     for n, tensor in enumerate(beside.tensors):

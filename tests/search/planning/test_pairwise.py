@@ -360,7 +360,7 @@ def test_a_linear_program_knows_each_round() -> None:
     costs, classes = plan.cost_model(), plan.sizes.classes
     loads, memory = (
         ClassCosts(plan.program, classes, costs),
-        MemoryProfile(plan.traced.graph, plan.program, classes, costs),
+        MemoryProfile(plan.program, classes, costs),
     )
     (term,) = loads.rounds
     draw, given = np.random.default_rng(0), np.array([0.45, 0.25, 0.2, 0.1])
@@ -389,7 +389,7 @@ def test_bounds_of_sizes_hold_at_all_sizes() -> None:
     costs, classes = plan.cost_model(), plan.sizes.classes
     loads, memory = (
         ClassCosts(plan.program, classes, costs),
-        MemoryProfile(plan.traced.graph, plan.program, classes, costs),
+        MemoryProfile(plan.program, classes, costs),
     )
     bound = relaxation_bound(loads, memory, {(0,): np.zeros(4, np.int64)}, {}, plan.sizes, np.inf, lambda: np.inf)
     even = Sizes(plan.traced.graph, classes, tuple((c.units // 4,) * 4 for c in classes.all))

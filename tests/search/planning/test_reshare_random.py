@@ -144,4 +144,4 @@ def test_exact_memory_counts_what_is_sent() -> None:
     maker, costs = RandomProgram(graph, AXES["4"], rng), model(graph, AXES["4"], exact=True)
     program = cut_at_random(maker, maker.build(), costs, rng)
     sizes = maker.sizes(program, "skewed")
-    assert MemoryProfile(graph, program, sizes.classes, costs).peak(sizes) > 0
+    assert MemoryProfile(program, sizes.classes, costs).peak(sizes) > 0

@@ -321,7 +321,7 @@ def test_zero_2_and_3_as_memory_tightens_further() -> None:
 
     free = with_adam()
     # Limits count the program's own order.
-    counted = MemoryProfile(free.traced.graph, free.program, free.sizes.classes, free.cost_model()).peak(free.sizes)
+    counted = MemoryProfile(free.program, free.sizes.classes, free.cost_model()).peak(free.sizes)
     first = counted - 2 * weight * (N - 1) / N * layers
     one = with_adam(first)
     two = with_adam(first - layers * weight)
