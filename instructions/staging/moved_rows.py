@@ -57,8 +57,9 @@ def even_rows(rows: int, n: int) -> tuple[int, ...]:
     return tuple(rows // n + (i < rows % n) for i in range(n))
 
 
-def moved(old: Floats, new: Floats) -> tuple[Floats, Floats]:
-    """(how many permutes, the sum of their longest pieces) between shards of these fractions [..., positions]."""
+def moved(old: Floats, new: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Between shards of these fractions [..., positions]: the longest piece at each distance, 1 - positions to
+    positions - 1 but 0 [..., distances], and which positions have some rows for which [..., positions, positions]."""
     before, after = (np.concatenate([np.zeros((*x.shape[:-1], 1)), np.cumsum(x, axis=-1)], axis=-1) for x in (old, new))
     low = np.maximum(before[..., :-1, None], after[..., None, :-1])
     high = np.minimum(before[..., 1:, None], after[..., None, 1:])
@@ -68,8 +69,7 @@ def moved(old: Floats, new: Floats) -> tuple[Floats, Floats]:
     wide = np.concatenate([rows[..., ::-1], np.zeros_like(rows)], axis=-1)
     skewed = wide.reshape(*rows.shape[:-2], -1)[..., : n * (2 * n - 1)].reshape(*rows.shape[:-1], 2 * n - 1)
     longest = skewed.max(axis=-2)[..., ::-1]
-    pieces = np.concatenate([longest[..., : n - 1], longest[..., n:]], axis=-1)
-    return (pieces > 0).sum(axis=-1).astype(np.float64), pieces.sum(axis=-1)
+    return np.concatenate([longest[..., : n - 1], longest[..., n:]], axis=-1), rows > 0
 
 
 def rounds(old: Floats, new: Floats, n: int) -> Floats:

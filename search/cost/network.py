@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise, product
 from math import fsum, prod
 from typing import ClassVar, NamedTuple
 
 import numpy as np
+from scipy.sparse import coo_array, csr_array
 
 from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster, ClusterError
 from hapsynth.cluster.curves import Curve, Lines
@@ -65,7 +66,8 @@ class AxisLink:
     to each other, one after the other. `slowest`: the link with the most to send for its bandwidth. `curves`: seconds
     by wire bytes of the collectives that were measured, which go before these. `levels`: of its hosts, where it goes
     over several, by what goes over them. `shifts`: seconds per byte of a permute in which every device sends to the one
-    that is 1, 2, ... n - 1 places further on, around the axis: of a host several may cross its link at once.
+    that is 1, 2, ... n - 1 places further on, around the axis: of a host several may cross its link at once. `loads`:
+    what permutes of some of the devices go through.
     """
 
     n: int
@@ -79,6 +81,7 @@ class AxisLink:
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
     levels: Mapping[Over, Levels] = field(default_factory=dict[Over, "Levels"])
     shifts: tuple[float, ...] = ()
+    loads: PairLoads | None = field(default=None, compare=False, repr=False)
     _paces: dict[str, Curve | Lines] = field(
         init=False, default_factory=dict[str, "Curve | Lines"], compare=False, repr=False
     )
@@ -116,6 +119,22 @@ class AxisLink:
         start, slope = self.permute
         return start, per_byte * (slope / per_byte[0])
 
+    def permuted(self, sends: Mask) -> Floats:
+        """Seconds per byte of a permute at each distance, as of `moved_rows.moved`, in which these positions send to
+        these [..., n, n]; where it was measured, as of all devices at that distance around the axis."""
+        if "reshare" not in self.curves:
+            assert self.loads is not None
+            return self.loads.per_byte(sends)
+        return self.rounds[1][np.delete(np.arange(1 - self.n, self.n), self.n - 1) % self.n - 1]
+
+    @property
+    def least_permuted(self) -> float:
+        """The least of them, whoever sends."""
+        if "reshare" not in self.curves:
+            assert self.loads is not None
+            return self.loads.least
+        return float(self.rounds[1].min())
+
     def pace(self, step: str) -> Curve | Lines:
         """Seconds of one collective by the bytes that `wire_bytes` says."""
         if step not in self._paces:
@@ -136,6 +155,39 @@ class AxisLink:
         """Bytes that one group sends over its slowest link, padding included, by the algorithm that sends the fewest.
         `block`: of what a device sends at once (`instructions.collectives.Block`), or of all rows that may move."""
         return PRICES[step].blocks(self) * block
+
+
+class PairLoads:
+    """Seconds per byte that each pair of positions along an axis adds to all that it goes through, in a permute of all
+    groups at once.
+
+    `lines`: the host of each position, for every group."""
+
+    def __init__(self, cluster: Cluster, lines: Sequence[Sequence[int]]) -> None:
+        line = np.array(lines)
+        n = line.shape[1]
+        i, j = np.nonzero(~np.eye(n, dtype=bool))
+        medium, pair, seconds = _gone_through(cluster, line[:, i].ravel(), line[:, j].ravel())
+        pair %= max(i.size, 1)
+        # By distance, and by what is gone through.
+        distance, width = (j - i)[pair], int(medium.max(initial=0)) + 1
+        keys, row = np.unique((distance + n) * width + medium, return_inverse=True)
+        at = row, (i * n + j)[pair]
+        self._loads: csr_array = coo_array((seconds, at), shape=(keys.size, n * n)).tocsr()
+        self._first = np.flatnonzero(np.diff(keys // width, prepend=-1))
+
+    def per_byte(self, sends: Mask) -> Floats:
+        """Of the permutes at each distance, as of `moved_rows.moved`, in which these positions send to these [..., n,
+        n]."""
+        every = self._loads @ sends.reshape(-1, sends.shape[-1] ** 2).T.astype(np.float64)
+        found = np.maximum.reduceat(every, self._first, axis=0).T
+        return found.reshape(*sends.shape[:-2], self._first.size)
+
+    @cached_property
+    def least(self) -> float:
+        """Of a permute of any one pair at least."""
+        each = self._loads.max(axis=0).toarray()
+        return float(each[each > 0].min())
 
 
 class Levels(NamedTuple):
@@ -252,27 +304,26 @@ class Price:
 
 class PriceOfMoves(Price):
     """In proportion to the rows that change their owner: a permute for each distance that some move, padded to the
-    longest piece."""
+    longest piece, at the pace of what the most for its bandwidth of these rows go through."""
 
-    def between(self, old: Floats, new: Floats, latency: float, whole: Floats | float) -> tuple[Floats, Floats]:
-        """Between shards of these fractions [..., positions]: the latencies of all permutes, of `latency` each, and the
-        part that moves of `whole`, what the dimension is all together."""
-        permutes, rows = moved(old, new)
-        return permutes * latency, rows * whole
+    def between(self, link: AxisLink, old: Floats, new: Floats, nbytes: Floats | float) -> tuple[Floats, Floats]:
+        """(seconds of latency, of sending) between shards of these fractions [..., positions] of what is `nbytes` all
+        together."""
+        longest, sends = moved(old, new)
+        latency = link.permute[0] * (longest > 0).sum(axis=-1)
+        return latency, (longest * link.permuted(sends)).sum(axis=-1) * nbytes
 
     def least(self, link: AxisLink, nbytes: float, part: float) -> float:
         """Seconds, at least, where some position's share of `nbytes` becomes the greater or smaller by a part: it has
         that to send or to receive."""
-        start, per_byte = link.permute
-        return start + self.blocks(link) * nbytes * part * per_byte
+        return link.permute[0] + nbytes * part * link.least_permuted
 
     def sent(self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares) -> Sent:
         assert isinstance(traffic, Moved)
-        whole = self.blocks(link) * nbytes * prod(shares.largest(*cut) for cut in traffic.around)
-        cuts = shares.each(*traffic.old), shares.each(*traffic.new)
-        start, per_byte = link.permute
-        latency, wire = (float(x) for x in self.between(*cuts, start, whole))
-        return Sent(wire, latency, wire * per_byte)
+        whole = nbytes * prod(shares.largest(*cut) for cut in traffic.around)
+        latency, moving = map(float, self.between(link, shares.each(*traffic.old), shares.each(*traffic.new), whole))
+        # In bytes of the slowest link, as of what was measured around the axis.
+        return Sent(moving * link.shifts[0] / (link.rounds[1][0] * link.beta), latency, moving)
 
 
 class PriceOfRounds(Price):
@@ -417,7 +468,8 @@ def axis_links(cluster: Cluster, axes: Sequence[tuple[str, int]]) -> tuple[AxisL
     for a, (name, n) in enumerate(axes):
         lines = lines_along(cluster.hosts, lengths, a)
         curves, levels = cluster.collectives_along(name, n), _levels(cluster, lines)
-        found.append(replace(_link(cluster, lines), curves=curves, levels=levels, shifts=_shifts(cluster, lines)))
+        shifts, loads = _shifts(cluster, lines), PairLoads(cluster, lines)
+        found.append(replace(_link(cluster, lines), curves=curves, levels=levels, shifts=shifts, loads=loads))
     return tuple(found)
 
 
@@ -429,21 +481,29 @@ def _shifts(cluster: Cluster, lines: Sequence[Sequence[int]]) -> tuple[float, ..
 
 def permute_per_byte(cluster: Cluster, senders: np.ndarray, receivers: np.ndarray) -> float:
     """Seconds per byte of a permute, in which these hosts send to these as much each [pairs], all at once."""
+    medium, _, seconds = _gone_through(cluster, senders.ravel(), receivers.ravel())
+    return float(np.bincount(medium, seconds).max(initial=0.0))
+
+
+def _gone_through(cluster: Cluster, senders: Ints, receivers: Ints) -> tuple[Ints, Ints, Floats]:
+    """(a number of it, which pair, seconds per byte) of each way out of a host, way into one and link of two hosts that
+    each pair of hosts [pairs] goes through; a pair inside a host has what it goes through for itself."""
     hosts, numbers = np.unique(np.array([senders, receivers]), return_inverse=True)
-    line, to = numbers.reshape(2, -1)
+    a, b = numbers.reshape(2, -1)
+    n, way = hosts.size, a * hosts.size + b
     inside = np.array([1.0 / cluster.inside(host).bandwidth for host in hosts.tolist()])
     out = np.array([1.0 / cluster.nic(host).bandwidth for host in hosts.tolist()])
-    crosses = line != to
-    seconds = [float(inside[line[~crosses]].max(initial=0.0))]
-    ways, counts = np.unique(line[crosses] * hosts.size + to[crosses], return_counts=True)
-    for way, count in zip(ways.tolist(), counts.tolist(), strict=True) if cluster.pairs else ():
-        if pair := _pair(cluster, *hosts[[*divmod(way, hosts.size)]].tolist()):
-            seconds.append(count / pair.link.bandwidth)
-            counts[ways == way] = 0
-    for ends in (ways // hosts.size, ways % hosts.size):
-        by_host = np.bincount(ends, counts, hosts.size)
-        seconds.append(float((by_host * out).max(initial=0.0)))
-    return max(seconds)
+    between = np.zeros(n * n)
+    for one in np.unique(way[a != b]).tolist() if cluster.pairs else ():
+        if pair := _pair(cluster, *hosts[[*divmod(one, n)]].tolist()):
+            between[one] = 1.0 / pair.link.bandwidth
+    within, own = np.flatnonzero(a == b), np.flatnonzero(between[way] > 0)
+    shared = np.flatnonzero((a != b) & (between[way] == 0))
+    return (
+        np.concatenate([a[shared], n + b[shared], 2 * n + way[own], 2 * n + n * n + within]),
+        np.concatenate([shared, shared, own, within]),
+        np.concatenate([out[a[shared]], out[b[shared]], between[way[own]], inside[a[within]]]),
+    )
 
 
 def _levels(cluster: Cluster, lines: Sequence[Sequence[int]]) -> dict[Over, Levels]:

@@ -211,7 +211,7 @@ class MemoryProfile:
         if isinstance(change, Pieces):
             return float(rounds(joined_shares(sizes, change.old), joined_shares(sizes, change.new), change.n).sum())
         old, new = (cut.shares if isinstance(cut, Even) else joined_shares(sizes, cut) for cut in change)
-        return float(moved(old, new)[1])
+        return float(moved(old, new)[0].sum())
 
     def alive(self, nbytes: Floats, some: _Some = _ALL, points: np.ndarray | None = None) -> Floats:
         """Bytes alive at each point, or at some, given those of all buffers or of some: [rows, points] of [rows,

@@ -76,23 +76,23 @@ class CommTerm:
 class BoundaryTerm:
     """Conversions between the same two cuts that send the rows which change owner: as many as the boundaries between
     shards move by. `new`: of a class, or the shares that each position has whatever the sizes; `over`: cuts that the
-    rest of the value is held by; `seconds`: of sending all rows once along a link, with everything whole; `latency`:
-    seconds of all permutes at one distance."""
+    rest of the value is held by; `nbytes`: of all runs, with everything whole; `runs`: of all of them."""
 
     price: PriceOfMoves
+    link: AxisLink
     old: Cut
     new: Cut | Even
     over: tuple[Cut, ...]
-    seconds: float = 0.0
-    latency: float = 0.0
+    nbytes: float = 0.0
+    runs: float = 0.0
 
     def at(self, old: Floats, new: Floats, largest: LargestOf) -> Floats:
         """Seconds, from each position's share of both cuts [..., positions]."""
-        whole = self.seconds
+        whole: float | Floats = self.nbytes
         for cut in self.over:
             whole = whole * largest(cut)
-        latency, moving = self.price.between(old, new, self.latency, whole)
-        return latency + moving
+        latency, moving = self.price.between(self.link, old, new, whole)
+        return self.runs * latency + moving
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -101,7 +101,7 @@ class BoundaryTerm:
     @property
     def load(self) -> object:
         """What those with like cuts differ by."""
-        return self.new if isinstance(self.new, Even) else None, self.seconds, self.latency
+        return self.new if isinstance(self.new, Even) else None, self.nbytes, self.runs
 
 
 @dataclass(eq=False)
@@ -214,10 +214,9 @@ class ClassCosts:
         old, *over = (self.cut((i.value, *cut)) for cut in (first, *traffic.around))
         is_even = second[2] == EVEN
         new = Even.of(value.shape[dim], self.classes.along(axes)) if is_even else self.cut((i.value, *second))
-        known = self._boundaries.setdefault((old, new, *over), BoundaryTerm(price, old, new, tuple(over)))
-        latency, per_byte = link.permute
-        known.seconds += runs * link.wire_bytes(step, float(value.nbytes)) * per_byte
-        known.latency += runs * latency
+        known = self._boundaries.setdefault((old, new, *over), BoundaryTerm(price, link, old, new, tuple(over)))
+        known.nbytes += runs * float(value.nbytes)
+        known.runs += runs
 
     def _add_rounds(self, i: Convert, step: str, traffic: Exchanged, runs: float) -> None:
         link, price, nbytes = self.costs.links[i.axis], PRICES[step], float(self.costs.graph.values[i.value].nbytes)

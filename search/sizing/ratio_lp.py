@@ -238,7 +238,7 @@ class RatioLP:
             decided = {cut[0] for cut in (b.old, b.new) if not isinstance(cut, Even)}
             if not decided & self.column.keys():
                 continue
-            seconds = b.seconds
+            seconds = b.nbytes * b.link.permute[1]
             for cut in b.over:
                 seconds *= largest_of(self.sizes, cut)
             key = alike(b.old), alike(b.new)

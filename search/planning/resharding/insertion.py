@@ -164,9 +164,8 @@ class ReshardInserter:
         whole = max(sum(old), 1)
         link = self.costs.links[parts.axis]
         cuts = np.array(old) / whole, np.array(new) / whole
-        start, per_byte = link.permute
-        latency, wire = MOVES.between(*cuts, start, MOVES.blocks(link) * nbytes)
-        return latency + wire * per_byte
+        latency, moving = MOVES.between(link, *cuts, nbytes)
+        return latency + moving
 
     def _sized(self, parts: ReshardAtoms, labels: Labels) -> Candidate | None:
         """The program with parts at their best sizes; None where it holds too much, or cannot be cut so: tensors of one

@@ -12,7 +12,11 @@ from cluster_files import CARD
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.curves import Curve, Lines
 from hapsynth.cluster.links import HostLinks, Link
-from hapsynth.search.cost.network import AxisLink, axis_links
+from hapsynth.hlo.collectives import Collective
+from hapsynth.instructions.collectives import Moved
+from hapsynth.instructions.staging.moved_rows import moves
+from hapsynth.search.cost.collective_price import NetworkPrice
+from hapsynth.search.cost.network import MOVES, AxisLink, Shares, axis_links
 
 NETWORK, INTRA = Link(1e9, 20e-6), Link(10e9, 5e-6)
 US = 1e-6
@@ -140,6 +144,59 @@ def test_a_message_around_any_ring(rng: np.random.Generator) -> None:
         ]
         longest = max(sum(hop[(first + k) % n] for k in range(n - 1)) for first in range(n))
         assert along(cluster).ring_s == pytest.approx(longest)
+
+
+def reshared(link: AxisLink, old: list[int], new: list[int], nbytes: float) -> float:
+    """Seconds of sending the rows that change owner."""
+    fractions = np.array(old) / sum(old), np.array(new) / sum(new)
+    cuts = (0, (0,), 0), (0, (0,), 1)
+    each = Shares(lambda *cut: 1.0, lambda dim, axes, way: fractions[way])
+    return MOVES.sent(link, "reshare", nbytes, Moved(*cuts, ()), each).seconds
+
+
+def test_rows_that_several_devices_send_share_their_way_out() -> None:
+    """Three rows in each of four devices and one in each of four others become two. Two places on go up to two rows of
+    the third, fourth and fifth device, one place on up to two of all others. Of two hosts of four the third and fourth
+    send at once, and then the fourth: pieces of 2 x 2 and 2 rows of 16 go through the way out."""
+    old, new = [3, 3, 3, 3, 1, 1, 1, 1], [2] * 8
+    still = {"network": Link(1e9, 0.0), "intra": Link(10e9, 0.0)}
+    assert reshared(along(cluster_of(*[1] * 8, **still)), old, new, 16e9) == pytest.approx(2 + 2)
+    assert reshared(along(cluster_of(4, 4, **still)), old, new, 16e9) == pytest.approx(2 * 2 + 2)
+    # Nothing leaves a host.
+    assert reshared(along(cluster_of(4, 4, **still)), [3, 1, 1, 3, 2, 2, 2, 2], new, 16e9) == pytest.approx(2 * 0.1)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_rows_that_move_cost_what_their_permutes_do(measured: bool, rng: np.random.Generator) -> None:
+    """As a compiled program's permutes are priced, between the devices that send something; and no less than what some
+    device has to send or to get."""
+    for lengths in ((8,), (2, 4), (4, 2), (5,)) * 5:
+        hosts = np.cumsum(rng.random(np.prod(lengths)) < 0.4)
+        own = {h: HostLinks(*(Link(float(x) * 1e9, 0.0) for x in rng.integers(1, 30, 2))) for h in range(0, 8, 2)}
+        pairs = {(a, a + 1): Link(3e9, 0.0) for a in range(7) if rng.random() < 0.2}
+        curve = {"reshare": Curve(((0.0, 1e-9), (1e6, 1e-3)))} if measured else {}
+        axes = [(f"axis {length}", length) for length in lengths]
+        cluster = replace(
+            cluster_of(*[1] * hosts.size, host_links=own, pairs=pairs),
+            hosts=tuple(hosts.tolist()),
+            network=Link(1e9, 0.0),
+            intra=Link(10e9, 0.0),
+            axes=tuple(axes),
+            collectives={name: curve for name, _ in axes},
+        )
+        price = NetworkPrice(cluster, axes)
+        for axis, (n, link) in enumerate(zip(lengths, axis_links(cluster, axes), strict=True)):
+            lines = np.moveaxis(np.arange(hosts.size).reshape(lengths), axis, -1).reshape(-1, n)
+            old, new = (rng.multinomial(40, rng.dirichlet(np.full(n, 0.7))).tolist() for _ in range(2))
+            expected = 0.0
+            for move in moves(old, new):
+                sends = [i for i, rows in enumerate(move.rows) if rows]
+                members = tuple((int(line[i]), int(line[i + move.distance])) for line in lines for i in sends)
+                permute = Collective("collective-permute", "", (f"f32[{move.longest}]",), "", "", 1, members)
+                expected += price(permute) if move.distance else 0.0
+            assert reshared(link, old, new, 4.0 * 40) == pytest.approx(expected)
+            part = np.abs(np.array(old) - new).max() / 40
+            assert MOVES.least(link, 4.0 * 40, part) <= expected * (1 + 1e-9)
 
 
 def test_what_was_measured_goes_before() -> None:

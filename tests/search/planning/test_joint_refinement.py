@@ -34,7 +34,7 @@ from hapsynth.instructions.layout import Layout, P, R
 from hapsynth.instructions.program.sizes import Classes, Node
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.cost.network import MOVES
+from hapsynth.search.cost.network import MOVES, axis_links
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.cost.share_range import Mask, ShareRange
 from hapsynth.search.cost.work import Work
@@ -343,13 +343,12 @@ def test_ranges_hold_what_works_take_at_their_shares(seed: int) -> None:
 def test_what_moves_is_at_least_what_the_largest_share_loses(units: tuple[list[int], list[int]]) -> None:
     hypothesis.assume(all(map(sum, units)))
     old, new = (np.array(u) / sum(u) for u in units)
-    modelled = model(random_graph(1, ops=1).graph, MIXED).links[0]
+    (modelled,) = axis_links(cluster([1.0] * old.size), [("hap", old.size)])
     measured = replace(modelled, curves={"reshare": Curve(((0.0, 1e-6), (1e6, 1e-5)))})
     for link in (modelled, measured):
-        start, per_byte = link.permute
-        latency, rows = MOVES.between(old, new, start, 1e6)
+        latency, moving = MOVES.between(link, old, new, 1e6)
         if latency:
-            assert MOVES.least(link, 1e6, abs(old.max() - new.max())) <= (latency + rows * per_byte) * (1 + 1e-9)
+            assert MOVES.least(link, 1e6, abs(old.max() - new.max())) <= (latency + moving) * (1 + 1e-9)
         else:
             assert np.allclose(old, new)
 

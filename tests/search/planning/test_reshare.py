@@ -78,17 +78,18 @@ def test_every_row_goes_straight_to_its_new_owner(cuts: tuple[tuple[int, ...], t
     np.testing.assert_array_equal(found, due)
     # What it costs is what is sent: permutes, and their longest pieces.
     sent = [m.longest for m in moves(old, new) if m.distance]
-    permutes, rows = moved(np.array(old) / sum(old), np.array(new) / sum(old))
-    assert (permutes, rows) == (len(sent), pytest.approx(sum(sent) / sum(old)))
-    assert (old == new) <= (permutes == 0)
+    longest, sends = moved(np.array(old) / sum(old), np.array(new) / sum(old))
+    assert longest[longest > 0].tolist() == pytest.approx([x / sum(old) for x in reversed(sent)])
+    pairs = [[i, i + m.distance] for m in moves(old, new) for i, rows in enumerate(m.rows) if rows]
+    assert sorted(pairs) == np.argwhere(sends).tolist()
+    assert (old == new) <= (not sent)
 
 
 def test_where_neighbours_exchange_the_cost_is_linear_in_how_far_boundaries_move() -> None:
     old = np.array([0.25, 0.25, 0.25, 0.25])
     for shift in (0.02, 0.04, 0.08):
         new = old + np.array([shift, 0.0, -shift, 0.0])
-        _, rows = moved(old, new)
-        assert rows == pytest.approx(shift)
+        assert moved(old, new)[0].sum() == pytest.approx(shift)
     with pytest.raises(ValueError, match="do not become"):
         moves((1, 2), (2, 2))
 
@@ -300,7 +301,8 @@ def test_no_way_of_changing_ratios_along_a_chain_is_much_cheaper(bandwidth: str,
     costs, graph, (cls,) = task.costs, task.graph, plain.sizes.classes.all
     every = [(k, cls.units - k) for k in range(cls.units + 1)]
     fractions = np.array(every) / cls.units
-    permutes, rows = moved(fractions[:, None], fractions[None])
+    longest, _ = moved(fractions[:, None], fractions[None])
+    permutes, rows = (longest > 0).sum(axis=-1), longest.sum(axis=-1)
 
     def seconds(shares: tuple[int, ...]) -> list[float]:
         sizes = Sizes(graph, plain.sizes.classes, (shares,))

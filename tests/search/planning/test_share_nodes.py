@@ -259,12 +259,12 @@ def _times_on_the_mean(
                 yield float(sum(chance * seconds[n] for chance, seconds in rounded)) / takes
     for dim, (root, old) in enumerate(zip(roots, shares, strict=True)):
         new = draw(root, shape[dim])
-        latency, moved = MOVES.between(old, new, link.latency, nbytes)
+        latency, moving = MOVES.between(link, old, new, nbytes)
         number = conversions.layouts.number
         if latency:
             ends = [(c, *(number[S(dim)._replace(way=k),] for k in way)) for c, way in rounded_to(root, old, new)]
             mean = float(sum(chance * conversions.seconds[a, b] for chance, a, b in ends))
-            yield mean / float(latency + moved * link.beta)
+            yield mean / float(latency + moving)
 
 
 def test_ops_that_are_alike_but_for_their_nodes_are_told_apart() -> None:
