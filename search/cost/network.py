@@ -61,13 +61,14 @@ class AxisLink:
 
     `latency`: seconds of a message over the slowest link. `beta`: seconds per byte that a ring of each group passes on,
     where groups share a host's link that of all of them. `swapped`: how many blocks of an all-to-all cross the slowest
-    link, in units of what `beta` counts. `ring_s`: seconds of a message around a ring, from one device through all
-    others; `tree_s`: up a tree, a chain inside hosts and binary between them; `direct_s`: of messages from one device
-    to each other, one after the other. `slowest`: the link with the most to send for its bandwidth. `curves`: seconds
-    by wire bytes of the collectives that were measured, which go before these. `levels`: of its hosts, where it goes
-    over several, by what goes over them. `shifts`: seconds per byte of a permute in which every device sends to the one
-    that is 1, 2, ... n - 1 places further on, around the axis: of a host several may cross its link at once. `loads`:
-    what permutes of some of the devices go through.
+    link, in units of what `beta` counts; `swap_part`: what they take over what `beta` would give them, less than 1
+    where a ring's slowest link is inside hosts. `ring_s`: seconds of a message around a ring, from one device through
+    all others; `tree_s`: up a tree, a chain inside hosts and binary between them; `direct_s`: of messages from one
+    device to each other, one after the other. `slowest`: the link with the most to send for its bandwidth. `curves`:
+    seconds by wire bytes of the collectives that were measured, which go before these. `levels`: of its hosts, where it
+    goes over several, by what goes over them. `shifts`: seconds per byte of a permute in which every device sends to
+    the one that is 1, 2, ... n - 1 places further on, around the axis: of a host several may cross its link at once.
+    `loads`: what permutes of some of the devices go through.
     """
 
     n: int
@@ -78,6 +79,7 @@ class AxisLink:
     tree_s: float
     direct_s: float
     slowest: str = "[network]"
+    swap_part: float = 1.0
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
     levels: Mapping[Over, Levels] = field(default_factory=dict[Over, "Levels"])
     shifts: tuple[float, ...] = ()
@@ -438,7 +440,7 @@ UP_AND_DOWN = Algorithm(lambda link: link.latency + 2.0 * link.tree_s, lambda li
 """Up a tree and down again, all of it. Two trees, of which each has the other's leaves inside, take half each."""
 ONE_WAY = Algorithm(lambda link: (1 + tree_rounds(link.n)) * link.latency)
 """Up a binary tree of devices or down it, whole messages one after the other."""
-TO_EACH = Algorithm(lambda link: link.latency + link.direct_s)
+TO_EACH = Algorithm(lambda link: link.latency + link.direct_s, lambda link: link.swap_part)
 MOVES = PriceOfMoves(lambda link: 1.0, (Algorithm(lambda link: link.latency),))
 
 PRICES: dict[str, Price] = {
@@ -545,15 +547,18 @@ def _link(cluster: Cluster, groups: Sequence[Sequence[int]]) -> AxisLink:
     most = within if within and inside_host >= over_network else between
     assert most is not None
     used = [x / share for x in (count * (slowest / medium.link.bandwidth) for medium, count in swaps.items())]
+    beta, swapped = max(over_network, inside_host), max(used) if rings else n - 1
+    swap_s = max(swapped * over_network, *(path.swap_inside_s for path in paths))
     return AxisLink(
         n,
         max(path.message_s for path in paths),
-        max(over_network, inside_host),
-        max(used) if rings else n - 1,
+        beta,
+        swapped,
         max(path.ring_s for path in paths),
         max(path.tree_s for path in paths),
         max(path.direct_s for path in paths),
         most.told(cluster, rings[most]),
+        swap_s / (swapped * beta) if swapped else 1.0,
     )
 
 
@@ -589,14 +594,17 @@ def _speed(medium: _Medium) -> float:
 
 class _Paths:
     """What one group passes in its collectives. `ring`, `swaps`: how often a block of a ring, and how many blocks of an
-    all-to-all, go through each way out of a host; `inside`: the hosts with several of its members. A ring enters each
-    host once, in the order in which the mesh has them."""
+    all-to-all, go through each way out of a host; `inside`: the hosts with several of its members; `swap_inside_s`:
+    seconds per byte of the blocks of an all-to-all that a device gets inside its host. A ring enters each host once, in
+    the order in which the mesh has them."""
 
     def __init__(self, cluster: Cluster, group: Sequence[int]) -> None:
         n, members = len(group), Counter[int](group)
         hosts = list(members)
         self.inside = [host for host, count in members.items() if count > 1]
         within = {host: cluster.inside(host).latency for host in hosts}
+        inside = {host: 1.0 / cluster.inside(host).bandwidth for host in hosts}
+        self.swap_inside_s = max((count - 1) * inside[host] for host, count in members.items())
         hops, ways = Counter[float](), set[_Medium]()
         for host, count in members.items():
             hops[within[host]] += count - 1

@@ -16,7 +16,7 @@ from hapsynth.hlo.collectives import Collective
 from hapsynth.instructions.collectives import Moved
 from hapsynth.instructions.staging.moved_rows import moves
 from hapsynth.search.cost.collective_price import NetworkPrice
-from hapsynth.search.cost.network import MOVES, AxisLink, Shares, axis_links
+from hapsynth.search.cost.network import MOVES, PRICES, AxisLink, PriceOfRounds, Shares, axis_links
 
 NETWORK, INTRA = Link(1e9, 20e-6), Link(10e9, 5e-6)
 US = 1e-6
@@ -128,6 +128,31 @@ def test_a_pair_of_hosts_with_a_link_of_its_own() -> None:
     assert slow.slowest == "[[links]] between hosts 0 and 1 of the cluster file"
     # 2 x 2 blocks over a link of a tenth: as 4 of the 10 ns units that beta counts.
     assert slow.swapped == pytest.approx(4)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "network", "seconds"),
+    [
+        # Four devices of a host have four blocks each for the other host: 16 at 25 GB/s; three stay, at 12 GB/s.
+        (cluster_of(4, 4, intra=Link(12e9, 1e-6)), 25e9, 16 / 25e9),
+        # At 100 GB/s those that stay take longer.
+        (cluster_of(4, 4, intra=Link(12e9, 1e-6)), 100e9, 3 / 12e9),
+        # Two blocks leave each of three devices; inside host 0 two come to each, at 0.5 GB/s.
+        (cluster_of(3, 2, host_links={0: HostLinks(intra=Link(5e8, 1e-6))}), 1e9, 6 / 1e9),
+        (cluster_of(3, 1, 1, host_links={0: HostLinks(intra=Link(5e8, 1e-6))}), 4e9, 2 / 5e8),
+        # Four blocks go over the link that two hosts have of their own; by the network two leave each of these, and
+        # four the third.
+        (cluster_of(2, 2, 1, intra=Link(5e8, 1e-6), pairs={(0, 1): Link(1e9, 1e-6)}), 2e9, 4 / 1e9),
+    ],
+)
+def test_an_all_to_all_where_a_ring_is_slowest_inside_hosts(cluster: Cluster, network: float, seconds: float) -> None:
+    link = along(replace(cluster, network=Link(network, 1e-6)))
+    assert link.beta > 1 / network
+    wire = link.wire_bytes("all_to_all", 1e9)
+    assert link.seconds("all_to_all", wire) - link.seconds("all_to_all", 0.0) == pytest.approx(1e9 * seconds)
+    rounds = PRICES["pairwise_all_to_all"]
+    assert isinstance(rounds, PriceOfRounds)
+    assert rounds.evenly(link, 1e9, 1) == pytest.approx(link.seconds("all_to_all", wire))
 
 
 def test_a_message_around_any_ring(rng: np.random.Generator) -> None:
