@@ -13,6 +13,7 @@ import jax
 
 from hapsynth._options import (
     Ratios,
+    check_dict,
     check_joint_gap,
     check_lowering,
     check_positive,
@@ -200,6 +201,9 @@ def synthesize(
     if memory_limit == math.inf:
         memory_limit = None
     check_positive("time_budget_s", time_budget_s, "seconds")
+    check_dict("fixed", fixed)
+    # No layouts are none: nothing is restricted.
+    fixed = fixed or None
     check_form(form)
     check_lowering(lowering)
     check_joint_gap(joint_gap, overlap=overlap)

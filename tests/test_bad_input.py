@@ -99,6 +99,7 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TraceError,
         r"argument \[1\] is 1099511627776: .*int32; enable jax_enable_x64, or pass a float",
     ),
+    "fixed no dict": (lambda: planned(fixed=[]), TypeError, r"fixed is \[\]; give a dict"),
     "fixed names nothing": (
         lambda: planned(fixed={"[2]": "R"}),
         ValueError,

@@ -234,6 +234,11 @@ def test_nothing_is_left_out_where_all_help_or_must_take_part() -> None:
         assert plan.devices == (0, 1, 2, 3)
 
 
+def test_an_empty_dict_of_layouts_fixes_none(plan: Plan) -> None:
+    free = hapsynth.synthesize(strategies.mlp, ARGS, UNLIKE, fixed={})
+    assert (free.devices, free.cost) == (plan.devices, plan.cost)
+
+
 def test_a_device_too_small_is_left_out() -> None:
     """The small one limits all: the switch form stores every shard padded."""
     big, small = gpus([0.1, 0.09]).devices
