@@ -19,7 +19,7 @@ from typing import Any
 
 import hapsynth
 from hapsynth._errors import UsageError
-from hapsynth.graph.concretization import NEEDS_VALUE
+from hapsynth.graph.tracing_advice import advice
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ def _one(where: str, fn: Any, args: Any, kwargs: Any, path: Path, name: str) -> 
         raise UsageError(f"{where} {_article(args)} as example_args; give a tuple, even of one argument")
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise UsageError(f"{where} {_article(kwargs)} as kwargs; give a dict of keyword arguments")
-    guarded = _guarded(fn, f"{path}: {getattr(fn, '__name__', 'fn')}()")
+    guarded = _guarded(fn, f"{path}: {getattr(fn, '__name__', 'fn')}()", path.parent)
     return Target(guarded, tuple(args), dict(kwargs), path, name)
 
 
@@ -177,28 +177,31 @@ def _article(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _guarded(fn: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """`fn`, whose own exceptions become UsageErrors: a bug of hapsynth's is never mistaken for one of the user's."""
+def _guarded(fn: Callable[..., Any], what: str, folder: Path) -> Callable[..., Any]:
+    """`fn`, which imports from `folder` as its file does, and whose own exceptions become UsageErrors: a bug of
+    hapsynth's is never mistaken for one of the user's."""
 
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        with blamed_on_user(what, but=NEEDS_VALUE):
+        with _importing_from(folder), blamed_on_user(what, but=lambda error: advice(error) is not None):
             return fn(*args, **kwargs)
 
     return call
 
 
 @contextlib.contextmanager
-def blamed_on_user(what: str, but: tuple[type[Exception], ...] = ()) -> Generator[None]:
+def blamed_on_user(what: str, but: Callable[[BaseException], bool] = lambda error: False) -> Generator[None]:
     """Exceptions of the user's code as UsageErrors that show the exception and the user's line.
 
-    Those of `but` are left as they are: the trace says more of them.
+    Those that `but` is true of are left as they are: the trace says more of them.
     """
     try:
         yield
-    except (UsageError, KeyboardInterrupt, *but):
+    except (UsageError, KeyboardInterrupt):
         raise
     except (Exception, SystemExit) as error:
+        if but(error):
+            raise
         if isinstance(error, SyntaxError) and error.filename:
             where = f" (line {error.lineno} of {error.filename})"
         else:
@@ -226,7 +229,7 @@ def _user_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _importing_from(folder: Path) -> Generator[None]:
-    """`folder` at the head of sys.path, and no bytecode written, while a model file loads."""
+    """`folder` at the head of sys.path, and no bytecode written, while a model file loads or its function is called."""
     before, bytecode = list(sys.path), sys.dont_write_bytecode
     sys.path.insert(0, str(folder.resolve()))
     sys.dont_write_bytecode = True

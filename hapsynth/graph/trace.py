@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from hapsynth import _jax
-from hapsynth.graph.concretization import NEEDS_VALUE, needs_value
 from hapsynth.graph.inline import TraceError, inline
 from hapsynth.graph.ir import Graph, Literal
+from hapsynth.graph.tracing_advice import advice
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,32 +142,10 @@ def trace(
             lost = [path for path, is_lost in zip(changed, _jax.unused_results(both, len(changed))) if is_lost]
             if lost:
                 raise TraceError(_changed_in_place(lost))
-    except NEEDS_VALUE as error:
-        raise TraceError(needs_value(error)) from error
-    except NameError as error:
-        if "axis name" not in str(error):
+    except Exception as error:
+        if (text := advice(error)) is None:
             raise
-        raise TraceError(
-            f"the function uses an axis name that nothing around it gives ({_jax.raised_at(error)}), as in a step for "
-            "jax.pmap or jax.shard_map: give the step for one device and the whole batch, without its lax.pmean and "
-            "lax.psum (flax: BatchNorm(axis_name=None)), or name the axis by jax.vmap(..., axis_name=...); hapsynth "
-            f"distributes it itself ({str(error).partition('. ')[0]})"
-        ) from error
-    except ValueError as error:
-        if "static argument" not in str(error):
-            raise
-        raise TraceError(
-            "the function is or calls a jitted one with a static argument, and numbers and bools among the example "
-            "arguments are traced as arrays: give static ones beforehand, as in functools.partial(step, train=True), "
-            "and leave them out of the example arguments"
-        ) from error
-    except RuntimeError as error:
-        if "mesh" not in str(error):
-            raise
-        raise TraceError(
-            "the function needs the mesh of jax.set_mesh, and hapsynth traces it without one, since it chooses all "
-            f"shardings itself: remove the constraint, or give it a NamedSharding ({error})"
-        ) from error
+        raise TraceError(text) from error
     graph = inline(closed)
     out_paths = tuple(out_info["paths"][i] for i in out_info["keep"])
     array_paths = tuple(in_paths[i] for i in arrays)

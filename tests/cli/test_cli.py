@@ -225,6 +225,18 @@ def test_keyword_arguments(files: Path) -> None:
     assert main(["run", model, "--plan", "p.json", "--steps", "2"]) == 0
 
 
+def test_the_function_imports_what_lies_beside_its_file(files: Path) -> None:
+    """When it is called, long after its file was loaded."""
+    (files / "models").mkdir()
+    (files / "models" / "layers_beside_it.py").write_text("from jax.numpy import tanh\n")
+    (files / "models" / "m.py").write_text(
+        "import jax\ndef fn(x):\n    from layers_beside_it import tanh\n    return tanh(x)\n"
+        "def target(): return fn, (jax.ShapeDtypeStruct((8,), 'float32'),)\n"
+    )
+    assert main(["search", "models/m.py", "--cluster", "mixed.toml", "-q"]) == 0
+    assert not (files / "models" / "__pycache__").exists()
+
+
 def test_what_the_model_prints_stays_out_of_the_json(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (files / "model.py").write_text(MODEL + "\nprint('hello')\n")
     assert main(["search", "model.py", "--cluster", "mixed.toml", "--json", "-"]) == 0

@@ -47,6 +47,24 @@ MODELS: dict[str, tuple[str, str]] = {
         f"import jax\ndef fn(x):\n    return x @ x[:3]\ndef target(): return fn, {ARGS}",
         r"bad\.py: fn\(\) raised TypeError: .*\(line 3 of .*: return x @ x\[:3\]\)",
     ),
+    "fn needs a value": (
+        f"import jax\ndef fn(x):\n    return x if x[0] else -x\ndef target(): return fn, {ARGS}",
+        r"the function needs the value of an array while it is traced \(bad\.py:3\): .*",
+    ),
+    "fn names an axis": (
+        f"import jax\ndef fn(x):\n    return jax.lax.pmean(x, 'batch')\ndef target(): return fn, {ARGS}",
+        r"the function uses an axis name that nothing around it gives \(bad\.py:3\), .*without its lax\.pmean .*",
+    ),
+    "fn takes a static argument": (
+        "import jax\nfn = jax.jit(lambda x, train: x, static_argnames='train')\n"
+        f"def target(): return fn, {ARGS}, {{'train': True}}",
+        r"the function is or calls a jitted one with a static argument, .*: give static ones beforehand, .*",
+    ),
+    "fn needs a mesh": (
+        f"import jax\ndef fn(x): return jax.lax.with_sharding_constraint(x, jax.P('d'))\n"
+        f"def target(): return fn, {ARGS}",
+        r"the function needs the mesh of jax\.set_mesh, .*: remove the constraint, .*",
+    ),
     "fn takes others": (
         f"import jax\ndef fn(x, y): return x\ndef target(): return fn, {ARGS}",
         r"bad\.py: fn\(\) raised TypeError: .*argument: 'y'",
