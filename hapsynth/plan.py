@@ -310,10 +310,11 @@ class Plan(Planned, Generic[P, R]):
         by default for the plan's own: whether XLA takes it, what it holds, and its collectives, which must be the same
         on all cards of a job (`CompiledTarget.fingerprint`).
 
-        The function is found by a new process for each card: it must be one that pickle takes. `form`: as of
-        `synthesize`. Takes seconds per card, and the wheels of `hapsynth[aot12]` or `[aot13]`.
-        Raises `hapsynth.targets.TargetError` where these are missing or the function can't be found, ClusterError for
-        a card that is not known.
+        The function is found by a new process for each card: it must be one that pickle takes, and a script has to
+        call this under `if __name__ == "__main__":`, as such a process imports the script. `form`: as of `synthesize`.
+        Takes seconds per card, and the wheels of `hapsynth[aot12]` or `[aot13]`.
+        Raises `hapsynth.targets.TargetError` where these are missing, the function can't be found or the script can't
+        be imported, ClusterError for a card that is not known.
         """
         return compile_for(self, targets, form=form)
 

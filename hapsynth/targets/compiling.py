@@ -68,10 +68,13 @@ def compile_for(
     Every card is taken to be the only kind that there is: what comes out is what each process of a job of unlike cards
     compiles for itself. `form`: as of `synthesize`. `source`: where the plan's function can't be pickled. `tell`: is
     told of each card before it is compiled for. `texts`: a folder for what XLA makes of it, CARD-FORM-NUMBER.txt.
-    Raises TargetError where XLA's compiler for GPUs is not installed, or where a new process can't find the function,
-    ClusterError for a card that is not known.
+    Raises TargetError where XLA's compiler for GPUs is not installed, where a new process can't find the function, or
+    where it ends as it imports the script that this is called in, ClusterError for a card that is not known, TypeError
+    for a name in the place of a sequence.
     """
     check_form(form)
+    if isinstance(targets, str):
+        raise TypeError(f"targets is {targets!r}; give a sequence of names, e.g. [{targets!r}]")
     cards = [compiler_target(name) for name in targets or _own_kinds(plan)]
     plugin = installed_plugin()
     settings = {name: getattr(jax.config, name) for name in _jax.NUMERICS}
@@ -120,11 +123,18 @@ def _apart(request: _Request) -> CompiledTarget:
                 "hold at the top level of a module, or use `hapsynth compile FILE`"
             ) from error
     sends.close()
+    begun = False
     try:
+        begun = receives.recv()
         result = receives.recv()
     except EOFError:
         process.join()
         how = f"the compiler's process {_ended(process.exitcode or 0)}"
+        if not begun:
+            raise TargetError(
+                f"{how} before it began: it first imports the script that starts it, which is to call compile_for "
+                'under `if __name__ == "__main__":`; or use `hapsynth compile FILE`'
+            ) from None
         return CompiledTarget(request.target.kind, error=f"{how}: {_last_of(request.log)}")
     process.join()
     if isinstance(result, BaseException):
@@ -168,6 +178,8 @@ def _environment() -> Generator[None]:
 
 
 def _serve(request: _Request, sends: Connection) -> None:
+    # The script that asked has been imported, and the function found.
+    sends.send(True)
     # XLA writes to the descriptors themselves.
     with open(request.log, "wb") as log:
         os.dup2(log.fileno(), 1)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -184,6 +185,23 @@ def test_a_compiler_that_dies_takes_nothing_along(monkeypatch: pytest.MonkeyPatc
     found = compile_for(planned(), CARDS, source=dies)
     assert [t.target for t in found] == CARDS
     assert all("died of SIGABRT" in t.error and "a fatal check" in t.error for t in found)
+
+
+def test_a_script_that_a_new_process_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that starts processes, not under `if __name__ == "__main__":`, for which Python raises the same."""
+    (script := tmp_path / "script.py").write_text("raise RuntimeError('a process is started while its parent is')")
+    monkeypatch.setattr(compiling, "installed_plugin", lambda: "jax-cuda12-plugin 0")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    with pytest.raises(
+        TargetError, match=r'ended with status 1 before it began: .* under `if __name__ == "__main__":`'
+    ):
+        planned().compile_for(CARDS)
+
+
+def test_one_name_is_no_sequence_of_names() -> None:
+    with pytest.raises(TypeError, match=r"targets is 'T4'; give a sequence of names, e.g. \['T4'\]"):
+        planned().compile_for("T4")
 
 
 def loss(w: jax.Array, x: jax.Array) -> jax.Array:
