@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Mapping
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 from rich.console import Console
 
 from hapsynth._errors import UsageError
@@ -21,8 +19,7 @@ from hapsynth.jobs import initialize
 from hapsynth.jobs.batch_system import started_by
 from hapsynth.jobs.launch import Launch, launch, launched
 from hapsynth.jobs.preflight import check_mesh, preflight
-from hapsynth.plan import Plan
-from hapsynth.rendezvous.address import COORDINATOR, JobError
+from hapsynth.rendezvous.address import COORDINATOR, JobError, parse_address
 from hapsynth.report.tables import discard_stdout, table
 
 
@@ -68,8 +65,8 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
     """Check this job's processes and report, in process 0. Raises JobError, UsageError, PlanError."""
     if (options.file is None) != (options.plan is None):
         raise UsageError("a plan is checked with both its model file and --plan PLAN.json")
-    if options.devices is not None:
-        run.ask_for_host_devices(options.devices)
+    if options.function is not None and options.file is None:
+        raise UsageError("--function picks one of the functions of a model file: give that and --plan PLAN.json too")
     join_job(options)
     if jax.process_count() == 1:
         raise UsageError(
@@ -77,12 +74,12 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
             "or give --coordinator, --processes and --process"
         )
     tell("comparing the processes")
-    mesh, plan = Mesh(np.array(jax.devices()), ("hap",)), None
+    mesh, plan = run.first_devices(jax.device_count()), None
     if options.plan is not None:
-        saved, target = loaded(options.plan, options.file, options.function)
+        saved, _ = loaded(options.plan, options.file, options.function)
         mesh = run.first_devices(saved.cluster.n)
         check_mesh(mesh)
-        plan = Plan(saved.traced, saved.result, saved.cluster, mesh, target.fn)
+        plan = run.on_mesh(saved, mesh, "auto")
         assert plan.mesh is not None
         mesh = plan.mesh
     report = preflight(mesh, plan)
@@ -108,7 +105,17 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
 
 
 def join_job(options: argparse.Namespace) -> None:
-    """The other processes of the job, where there are any: as the options say, or whoever started this one."""
+    """With as many devices as --devices asks for, the other processes of the job, where there are any: as the options
+    say, or whoever started this one. JAX has started then. JobError, UsageError."""
+    if options.devices is not None:
+        run.ask_for_host_devices(options.devices)
+    _join(options)
+    run.devices()
+    if options.devices is not None and jax.local_device_count() < options.devices:
+        raise UsageError(f"--devices {options.devices}: this process has {plural(jax.local_device_count(), 'device')}")
+
+
+def _join(options: argparse.Namespace) -> None:
     address = (options.coordinator, options.processes, options.process)
     if address == (None, None, None) and not launched() and started_by(os.environ) is None:
         return
@@ -116,8 +123,11 @@ def join_job(options: argparse.Namespace) -> None:
         raise UsageError("a job of many processes needs --coordinator, --processes and --process, all three")
     if options.process is not None and not 0 <= options.process < options.processes:
         raise UsageError(f"--process {options.process}: of {options.processes} processes, give 0 to the last")
+    if options.coordinator is not None:
+        parse_address(options.coordinator, "--coordinator")
     try:
-        initialize(*address)
+        with run.starting_backends():
+            initialize(*address)
     except JobError:
         raise
     except (RuntimeError, ValueError) as error:

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from hapsynth._errors import UsageError
 from hapsynth._quantities import nbytes, plural, seconds
-from hapsynth.cli import run
 from hapsynth.cli.launch import join_job
 from hapsynth.cli.model_file import load_target
 from hapsynth.cli.output_files import Outputs
@@ -33,11 +32,7 @@ def profile_command(
         raise UsageError("--function picks one of the functions of --model: give that too")
     if "float64" in options.dtypes and not getattr(jax.config, "jax_enable_x64", False):
         raise UsageError("--dtypes: float64 needs JAX_ENABLE_X64=1")
-    if options.devices is not None:
-        run.ask_for_host_devices(options.devices)
     join_job(options)
-    if options.devices is not None and jax.local_device_count() < options.devices:
-        raise UsageError(f"--devices {options.devices}: this process has {plural(jax.local_device_count(), 'device')}")
     graph = _graph(options)
     partial = Path(options.output + ".partial")
     requested = Options(axes=options.mesh, dtypes=options.dtypes, quick=options.quick)

@@ -7,7 +7,7 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,18 +66,41 @@ def ask_for_host_devices(n: int) -> None:
         jax.config.update("jax_num_cpu_devices", n)
 
 
+@contextlib.contextmanager
+def starting_backends() -> Generator[None]:
+    """Around what may start JAX's backends: UsageError where those of JAX_PLATFORMS can't start here."""
+    try:
+        yield
+    except (AssertionError, RuntimeError) as error:
+        # JAX leaves CUDA out where there is no GPU, and then asserts that there is a backend.
+        asked = getattr(jax.config, "jax_platforms", None)
+        if not asked or not (isinstance(error, AssertionError) or "Unable to initialize backend" in str(error)):
+            raise
+        why = f": {error}" if str(error) else ""
+        raise UsageError(f"JAX_PLATFORMS is {asked!r}, and JAX finds no such devices here{why}") from error
+
+
+def devices() -> list[jax.Device]:
+    """All that JAX has; UsageError where it has none of JAX_PLATFORMS."""
+    with starting_backends():
+        return jax.devices()
+
+
 def first_devices(n: int) -> Mesh:
-    """A mesh over the first `n` devices here; UsageError where there are fewer."""
-    devices = jax.devices()
-    if len(devices) < n:
-        platform = devices[0].platform
-        way_out = (
-            "JAX started with these before hapsynth could ask for more: run it in a process of its own"
-            if platform == "cpu"
-            else "set JAX_PLATFORMS=cpu to run it on host devices"
-        )
-        raise UsageError(f"the plan is for {n} devices, and here are {len(devices)} ({platform}); {way_out}")
-    return Mesh(np.array(devices[:n]), ("hap",))
+    """A mesh over the first `n` devices, here or of the job; UsageError where there are fewer."""
+    found = devices()
+    if len(found) < n:
+        platform, count = found[0].platform, jax.process_count()
+        here = "here are" if count == 1 else f"the {count} processes of the job have"
+        if count > 1:
+            more = -(-n * count // len(found))
+            way_out = f"start {more} such processes, or give each more: on CPUs --devices {-(-n // count)}"
+        elif platform == "cpu":
+            way_out = "JAX started with these before hapsynth could ask for more: run it in a process of its own"
+        else:
+            way_out = "set JAX_PLATFORMS=cpu to run it on host devices"
+        raise UsageError(f"the plan is for {n} devices, and {here} {len(found)} ({platform}); {way_out}")
+    return Mesh(np.array(found[:n]), ("hap",))
 
 
 def on_mesh(saved: Plan, mesh: Mesh, form: Form) -> Plan:

@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from cli_model import CLUSTER
 
 from hapsynth.cli import commands
 from hapsynth.cli.main import main
+from hapsynth.cluster.cluster import Cluster
 
 SEARCH = ["search", "bad.py", "--cluster", "mixed.toml", "--plan", "p.json", "--json", "j.json"]
 ARGS = "(jax.ShapeDtypeStruct((8,), 'float32'),)"
@@ -171,6 +173,39 @@ def test_too_few_devices(files: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["search", "model.py", "--cluster", "nine.toml", "--plan", "p.json"]) == 0
     pattern = r"the plan is for 9 devices, and here are 8 \(cpu\); .*"
     refused(["run", "model.py", "--plan", "p.json", "--json", "j.json"], pattern, files, capsys)
+
+
+@pytest.mark.parametrize("command", [["run", "model.py", "--plan", "plan.json"], ["profile", "-o", "c.toml"]])
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initialize backend 'cpu': no driver")])
+def test_devices_that_jax_does_not_find(
+    command: list[str],
+    error: Exception,
+    plan_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """JAX asserts that it has a backend, or says that one can't start."""
+
+    def fails() -> Any:
+        raise error
+
+    monkeypatch.setattr(jax, "devices", fails)
+    pattern = rf"JAX_PLATFORMS is 'cpu', and JAX finds no such devices here.*{error}"
+    refused(command, pattern, plan_file.parent, capsys)
+
+
+def test_preflight_of_a_plan_that_does_not_fit_the_devices(
+    plan_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HAPSYNTH_PREFLIGHT", "off")
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(Cluster, "misplaced", lambda cluster, kinds: "device 0 of the mesh is another")
+    argv = ["preflight", "model.py", "--plan", "plan.json"]
+    refused(argv, "device 0 of the mesh is another", plan_file.parent, capsys)
+    four = jax.devices()[:4]
+    monkeypatch.setattr(jax, "devices", lambda: four)
+    pattern = r"the plan is for 8 devices, and the 4 processes of the job have 4 \(cpu\); start 8 .* --devices 2"
+    refused(argv, pattern, plan_file.parent, capsys)
 
 
 def test_unknown_value(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -467,6 +467,10 @@ def test_preflight_is_for_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "this is one process" in capsys.readouterr().err
     assert main(["preflight", "model.py"]) == 2
     assert "both its model file and --plan" in capsys.readouterr().err
+    assert main(["preflight", "--function", "f"]) == 2
+    assert "--function picks one of the functions of a model file" in capsys.readouterr().err
+    assert main(["preflight", "--devices", "9"]) == 2
+    assert "--devices 9: this process has 8 devices" in capsys.readouterr().err
 
 
 def script(tmp_path: Path, text: str) -> list[str]:

@@ -422,6 +422,7 @@ def test_what_one_device_cannot_run_is_no_figure() -> None:
         (["--devices", "9"], "--devices 9: this process has 8 devices"),
         (["--coordinator", "localhost:1"], "all three"),
         (["--coordinator", "localhost:1", "--processes", "2", "--process", "2"], "--process 2"),
+        (["--coordinator", "localhost", "--processes", "2", "--process", "0"], "--coordinator is 'localhost'; give"),
     ],
 )
 def test_bad_usage(argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
