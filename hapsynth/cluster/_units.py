@@ -4,6 +4,7 @@ The unit is never optional and never guessed. `GB/s` and `Gbit/s` differ by 8, `
 plan made with the wrong one is wrong in silence; so `Gb/s`, `Gbps` and a bare number are errors.
 """
 
+import numbers
 import re
 from collections.abc import Mapping
 from decimal import Decimal
@@ -58,7 +59,9 @@ def parse(text: object, units: Mapping[str, Decimal], *, zero: bool = False) -> 
 
 
 def check(value: float, *, zero: bool = False) -> float:
-    """`value` if it is finite and positive (or zero, where allowed); otherwise raises ValueError."""
+    """`value` if it is a number, finite and positive (or zero, where allowed); otherwise raises ValueError."""
+    if not isinstance(value, numbers.Real):
+        raise ValueError("is no number; units are for cluster files, code gives bytes, seconds, FLOP/s and bytes/s")
     if value != value or value in (float("inf"), float("-inf")):
         raise ValueError("is not a finite number")
     if value < 0 or (value == 0 and not zero):

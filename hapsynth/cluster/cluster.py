@@ -73,6 +73,7 @@ from hapsynth.cluster import _units
 from hapsynth.cluster.curves import Curve, write_curve
 from hapsynth.cluster.device_kinds import (
     DeviceKind,
+    check_name,
     kind_of,
     known_kinds,
     model_of,
@@ -137,7 +138,7 @@ class Cluster:
     `collectives`: by axis ("hap": all devices as one) and collective, measured seconds by the bytes that one group
     sends over its slowest link, padding included. `profile`: where figures were measured and with what; not compared.
 
-    Raises ClusterError when these don't fit each other.
+    Raises ClusterError when these don't fit each other, or the name is empty.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Cluster:
         def error(problem: str) -> ClusterError:
             return ClusterError(f"cluster {self.name!r}: {problem}")
 
+        check_name(f"cluster {self.name!r}", self.name)
         if not self.devices:
             raise error("has no device; name at least one under [[devices]]")
         if len(self.hosts) != self.n:
@@ -235,8 +237,10 @@ class Cluster:
     def plus(self, kind: str, n: int) -> "Cluster":
         """The cluster with `n` more devices of one kind, after those there are, in new hosts as full as the fullest
         with that kind, with its links; of a cluster that `is_closed`, in its host. Raises ClusterError where there are
-        none of that kind."""
+        none of that kind, or `n` is below 1."""
         here = self._of_kind(kind)
+        if n < 1:
+            raise ClusterError(f"cluster {self.name!r}: {n!r} more {kind} are asked for; give a number of at least 1")
         ((fullest, per_host),) = Counter(self.hosts[i] for i in here).most_common(1)
         order = [*range(here[-1] + 1), *[here[-1]] * n, *range(here[-1] + 1, self.n)]
         new = [self.hosts[0] if self.is_closed else len(self.hosts) + i // per_host for i in range(n)]

@@ -61,6 +61,12 @@ def _positive(owner: str, what: str, value: float, *, zero: bool = False) -> Non
         raise ClusterError(f"{owner}: {what} = {value!r} {error}") from None
 
 
+def check_name(owner: str, name: str) -> None:
+    """ClusterError for a name that no cluster file could have."""
+    if not isinstance(name, str) or not name:
+        raise ClusterError(f"{owner}: the name must be a string that is not empty")
+
+
 @dataclass(frozen=True)
 class MeasuredOp:
     """One op by itself: `curve` has its seconds by amount, as those of `DeviceKind.measured` do. `op`: what a person
@@ -87,8 +93,8 @@ class DeviceKind:
     collective takes longer while the device computes, as its threads wait for a core first. `card`: the known GPU that
     it is, for compilers, where its name does not say so (`card_of`); not compared.
 
-    Raises ClusterError for a figure that is not finite and positive (`overhead` and `contention_delay` may be 0), or a
-    contention below 1.
+    Raises ClusterError for a figure that is not finite and positive (`overhead` and `contention_delay` may be 0), a
+    contention below 1, or an empty name.
     """
 
     name: str
@@ -110,13 +116,13 @@ class DeviceKind:
 
     def __post_init__(self) -> None:
         owner = f"device kind {self.name!r}"
-        # In a fixed order, whatever order they came in: equal kinds must hash alike.
-        flops = {d: float(self.flops[d]) for d in dict.fromkeys((*_RATES, *self.flops)) if d in self.flops}
-        object.__setattr__(self, "flops", flops)
+        check_name(owner, self.name)
         for dtype, rate in self.flops.items():
             if dtype not in _RATES:
                 raise ClusterError(f"{owner}: flops has no dtype {dtype!r}; {nearest(dtype, _RATES)}")
             _positive(owner, f"flops.{dtype}", rate)
+        # In a fixed order, whatever order they came in: equal kinds must hash alike.
+        object.__setattr__(self, "flops", {d: float(self.flops[d]) for d in _RATES if d in self.flops})
         if self.efficiencies:
             # All of them, so that equal kinds are equal however they were written.
             full = {**dict.fromkeys(_RATES, self.efficiency), **self.efficiencies}

@@ -133,6 +133,16 @@ def test_bad_figures_in_code() -> None:
         Link(0, 0)
     with pytest.raises(ClusterError, match="latency = -1 must not be negative"):
         Link(1, -1)
+    with pytest.raises(ClusterError, match=r"bandwidth = '1 GB/s' is no number; units are for cluster files"):
+        Link("1 GB/s", 0)  # pyright: ignore[reportArgumentType]
+    for figures in (({"float32": "1 TFLOP/s"}, 1e9, 1), ({"float32": 1e12}, 1e9, "1 GB"), ({"float32": 1e12}, None, 1)):
+        with pytest.raises(ClusterError, match=r"'x': \S+ = .* is no number; units are for cluster files"):
+            DeviceKind("x", *figures)  # pyright: ignore[reportArgumentType]
+    for make in (lambda: DeviceKind("", {"float32": 1e12}, 1e9, 1), lambda: Cluster("", (CARD,), (0,), WIRE)):
+        with pytest.raises(ClusterError, match="'': the name must be a string that is not empty"):
+            make()
+    with pytest.raises(ClusterError, match="-1 more card are asked for"):
+        Cluster("c", (CARD,), (0,), WIRE).plus("card", -1)
     with pytest.raises(ClusterError, match="no device"):
         Cluster("c", (), (), WIRE)
     with pytest.raises(ClusterError, match="1 entries for 2 devices"):
