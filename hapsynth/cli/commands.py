@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Generator, Mapping
@@ -35,6 +37,7 @@ from hapsynth.graph.trace import TraceError, trace
 from hapsynth.instructions.rules.notation import RuleError
 from hapsynth.instructions.testing.example_arguments import example_arguments
 from hapsynth.jobs import PreflightError
+from hapsynth.jobs.launch import launched
 from hapsynth.lower import UnsupportedError
 from hapsynth.plan import Plan, PlanError
 from hapsynth.profile.plausibility import ProfileError
@@ -73,7 +76,7 @@ def run_command(options: argparse.Namespace) -> int:
     """Run one command and return its exit status."""
     name, session = f"hapsynth {options.command}", _Session(options)
     try:
-        with gc_paused(), _told(name, options), session:
+        with gc_paused(), _told(name, options), _terminated_as_interrupted(options), session:
             session.claim(options)
             _in_order(options)
             return _COMMANDS[options.command](options, session)
@@ -96,6 +99,21 @@ def run_command(options: argparse.Namespace) -> int:
     except KeyboardInterrupt as stop:
         written = f"only {', '.join(session.files.written)} written" if session.files.written else "nothing written"
         return _fail(name, "interrupted", KeyboardInterrupt(str(stop) or written), INTERRUPTED)
+
+
+@contextmanager
+def _terminated_as_interrupted(options: argparse.Namespace) -> Generator[None]:
+    """SIGTERM, as batch systems send it at the end of a job's time, is what Ctrl-C is. Left alone are a launcher, which
+    passes it on, processes that one started, and whoever has a handler of its own."""
+    own = options.command == "launch" or launched() or threading.current_thread() is not threading.main_thread()
+    if own or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _StandardError(logging.StreamHandler[TextIO]):

@@ -450,6 +450,29 @@ def test_a_ctrl_c_after_the_first_file(
     assert not (files / "j.json").exists()
 
 
+def test_sigterm_is_ctrl_c_but_in_processes_of_a_launcher(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = list[Any]()
+
+    def ended(*_: object, **__: object) -> None:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        if handlers[-1] is signal.SIG_DFL:
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(commands, "synthesize", ended)
+    argv = ["search", "model.py", "--cluster", "mixed.toml", "--plan", "p.json"]
+    before = sorted(files.iterdir())
+    assert main(argv) == INTERRUPTED
+    assert capsys.readouterr().err == "hapsynth search: interrupted: nothing written\n"
+    assert sorted(files.iterdir()) == before
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "hapsynth-launch")
+    assert main(argv) == INTERRUPTED
+    assert handlers == [signal.default_int_handler, signal.SIG_DFL]
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_closed_stream_is_written_to_in_vain(closed: str, files: Path) -> None:
