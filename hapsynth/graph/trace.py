@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from hapsynth import _jax
 from hapsynth.graph.inline import TraceError, inline
 from hapsynth.graph.ir import Graph, Literal
 from hapsynth.graph.tracing_advice import advice
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +84,7 @@ def trace(
 
     `carry`: pairs (argument path, output path) as `jax.tree_util.keystr` prints them, e.g. `("[0]", "[0]")`; a
     pair of prefixes ties every leaf below. None finds them by matching tree structure, shapes and dtypes.
+    Warns in the log of a function that returns no array.
     Raises TraceError for leaves without shape, effects, a carry that names nothing, or an object among the arguments
     that the function changes in place without returning what it became.
     """
@@ -147,6 +151,8 @@ def trace(
             raise
         raise TraceError(text) from error
     graph = inline(closed)
+    if not graph.outputs:
+        logger.warning("the function returns no array: nothing is computed; is its return missing?")
     out_paths = tuple(out_info["paths"][i] for i in out_info["keep"])
     array_paths = tuple(in_paths[i] for i in arrays)
     traced = Traced(

@@ -237,6 +237,18 @@ def test_the_function_imports_what_lies_beside_its_file(files: Path) -> None:
     assert not (files / "models" / "__pycache__").exists()
 
 
+def test_a_function_that_returns_nothing(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Is planned, and may well be a step whose return was forgotten."""
+    (files / "m.py").write_text(
+        "import jax\ndef fn(x):\n    x @ x\ndef target(): return fn, (jax.ShapeDtypeStruct((8, 8), 'float32'),)\n"
+    )
+    said = "warning: the function returns no array: nothing is computed; is its return missing?\n"
+    assert main(["search", "m.py", "--cluster", "mixed.toml", "--plan", "p.json"]) == 0
+    assert capsys.readouterr().err == f"hapsynth search: {said}"
+    assert main(["run", "m.py", "--plan", "p.json"]) == 0
+    assert f"hapsynth run: {said}" in capsys.readouterr().err
+
+
 def test_what_the_model_prints_stays_out_of_the_json(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (files / "model.py").write_text(MODEL + "\nprint('hello')\n")
     assert main(["search", "model.py", "--cluster", "mixed.toml", "--json", "-"]) == 0
