@@ -72,6 +72,10 @@ def _traced(plan: Planned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tr
         raise ShapeError(f"the arguments are {tree}, and the plan is for {planned.in_tree}: {_AGAIN}")
     traced = trace(function, args, dict(kwargs), carry=[])
     graph, old = traced.graph, planned.graph
+    for path, i in zip(traced.in_paths, range(len(graph.inputs))):
+        a, b = graph.values[graph.inputs[i]], old.values[old.inputs[i]]
+        if a.dtype != b.dtype or len(a.shape) != len(b.shape):
+            raise ShapeError(f"argument {path} is {a}, and the plan is for {b}: only sizes may differ")
     if old.again is not None:
         try:
             graph = recomputed(graph, old.again)
@@ -88,10 +92,6 @@ def _traced(plan: Planned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tr
     if kinds[0] != kinds[1] or counts[0] != counts[1]:
         what = f"{len(graph.ops)} ops, where the plan has {len(old.ops)}"
         raise ShapeError(f"the function does something else at these shapes, in {what}: {_AGAIN}")
-    for path, i in zip(traced.in_paths, range(len(graph.inputs))):
-        a, b = graph.values[graph.inputs[i]], old.values[old.inputs[i]]
-        if a.dtype != b.dtype or len(a.shape) != len(b.shape):
-            raise ShapeError(f"argument {path} is {a}, and the plan is for {b}: only sizes may differ")
     for source, target in old.carry:
         path, result = traced.in_paths[source], graph.output(target)
         if result.shape != graph.values[graph.inputs[source]].shape:

@@ -173,13 +173,8 @@ def test_more_than_sizes_is_refused() -> None:
     ):
         plan.for_shapes(floats(48, 16))
     with pytest.raises(
-        ShapeError, match=r"argument \[0\] is in0:i32\[64, 16\], and the plan is for in0:f32|something else"
+        ShapeError, match=r"argument \[0\] is in0:i32\[64, 16\], and the plan is for in0:f32\[64, 16\]: only sizes may"
     ):
-        plan.for_shapes(np.ones((64, 16), np.int32))
-    other = r"cos of \[48, 16\] \(test_shapes.py:\d+\), where the plan has sin of \[64, 16\]"
-    with pytest.raises(ShapeError, match=other):
-        plan.for_shapes(floats(48, 16))
-    with pytest.raises(ShapeError, match="something else at these shapes"):
         plan.for_shapes(np.ones((64, 16), np.int32))
     with pytest.raises(ShapeError, match="the arguments are"):
         plan.for_shapes(floats(64, 16), floats(2))
