@@ -25,9 +25,10 @@ from hapsynth.report.tables import discard_stdout, table
 
 def launch_command(options: argparse.Namespace) -> int:
     """Start the processes and wait for them; their exit status."""
-    if bool(options.module) == bool(options.script):
+    # argparse leaves the one that ends this command's own options.
+    command: list[str] = options.script[1:] if options.script[:1] == ["--"] else list(options.script)
+    if bool(options.module) == bool(command):
         raise UsageError("give what to start: a script and its arguments, or -m and a module")
-    command: list[str] = list(options.script)
     if options.module:
         command = [sys.executable, "-m", *options.module]
     elif command[0].endswith(".py"):

@@ -462,6 +462,15 @@ def test_bad_usage(argv: list[str], says: str, capsys: pytest.CaptureFixture[str
     assert len(error.splitlines()) == 1
 
 
+def test_two_dashes_end_the_launchers_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[Any]()
+    monkeypatch.setattr(cli_launch, "launch", lambda plan, command: started.append(command) or 0)
+    for command in (["prog", "-n", "3", "--", "x"], ["train.py", "--lr", "1"]):
+        assert main(["launch", "-n", "2", "--", *command]) == 0
+    assert started == [["prog", "-n", "3", "--", "x"], [sys.executable, "train.py", "--lr", "1"]]
+    assert main(["launch", "--"]) == 2
+
+
 def test_preflight_is_for_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["preflight"]) == 2
     assert "this is one process" in capsys.readouterr().err
