@@ -395,6 +395,8 @@ def _view(options: argparse.Namespace, session: _Session) -> int:
         raise UsageError(f"give one plan, or two to compare, and the model file of their function; {given} were given")
     found = [loaded(name, models[0], options.function)[0] for name in plans]
     names = list(map(os.path.basename, plans))
+    if len({*names}) < len(names):
+        names = plans
     session.files.write(options.trace, found[0].to_trace)
     if options.output is not None:
         text = page(list(zip(names, found, strict=True)))

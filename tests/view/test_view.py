@@ -252,6 +252,11 @@ def test_the_command(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert '"name":"plan.json"' in Path("one.html").read_text()
     assert '"name":"b.json"' in Path("two.html").read_text()
     assert json.loads(Path("t.json").read_text())["traceEvents"]
+    Path("old").mkdir()
+    Path("b.json").rename("old/plan.json")
+    assert main(["view", "old/plan.json", "plan.json", "model.py"]) == 0
+    assert re.findall(r"^(\S+): .* a step on", capsys.readouterr().out, re.M) == ["old/plan.json", "plan.json"]
+    Path("old/plan.json").rename("b.json")
     for argv, why in (
         (["plan.json", "-o", "x.html"], "1 plan and 0 other files were given"),
         (["plan.json", "no.json", "model.py", "-o", "x.html"], "no.json: no such file"),
