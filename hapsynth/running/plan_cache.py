@@ -46,6 +46,8 @@ from hapsynth.search.result import Result
 
 CACHE_DIR = "HAPSYNTH_CACHE_DIR"
 """The folder; `off` for none."""
+_OFF = ("", "off", "none", "no", "false", "0")
+"""Of these nobody means a folder."""
 _ENTRIES = 512
 """That a folder keeps: those used last."""
 _COMPUTING = ("jaxlib", "numpy", "ortools", "scipy")
@@ -56,7 +58,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Where plans are kept: as HAPSYNTH_CACHE_DIR says, or in the user's cache; None where that is off."""
     asked = environment.get(CACHE_DIR)
     if asked is not None:
-        return None if asked in ("", "off") else Path(asked)
+        return None if asked.lower() in _OFF else Path(os.path.expanduser(asked))
     base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base, "hapsynth", "plans") if os.path.isabs(base) else None
 

@@ -282,7 +282,8 @@ def test_those_used_last_stay(folder: Path, unequal: Cluster, monkeypatch: pytes
     [
         ({CACHE_DIR: "/x/y"}, Path("/x/y")),
         ({CACHE_DIR: "off", "XDG_CACHE_HOME": "/c"}, None),
-        ({CACHE_DIR: ""}, None),
+        *(({CACHE_DIR: off}, None) for off in ("", "OFF", "none", "0")),
+        ({CACHE_DIR: "~/plans"}, Path("~/plans").expanduser()),
         ({"XDG_CACHE_HOME": "/c"}, Path("/c/hapsynth/plans")),
         ({}, Path("~/.cache/hapsynth/plans").expanduser()),
     ],
