@@ -80,7 +80,7 @@ def starting_backends() -> Generator[None]:
         raise UsageError(f"JAX_PLATFORMS is {asked!r}, and JAX finds no such devices here{why}") from error
 
 
-def devices() -> list[jax.Device]:
+def devices() -> list[Any]:
     """All that JAX has; UsageError where it has none of JAX_PLATFORMS."""
     with starting_backends():
         return jax.devices()

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from typing import cast
+from typing import Any, cast
 
 from hapsynth.cluster import _units
 from hapsynth.cluster.curves import Curve, write_curve
@@ -61,7 +61,7 @@ def _positive(owner: str, what: str, value: float, *, zero: bool = False) -> Non
         raise ClusterError(f"{owner}: {what} = {value!r} {error}") from None
 
 
-def check_name(owner: str, name: str) -> None:
+def check_name(owner: str, name: Any) -> None:
     """ClusterError for a name that no cluster file could have."""
     if not isinstance(name, str) or not name:
         raise ClusterError(f"{owner}: the name must be a string that is not empty")
