@@ -31,6 +31,7 @@ from hapsynth.instructions.layout import (
 )
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.instructions.staging.options import LoweringOptions
+from hapsynth.running.base import Planned
 from hapsynth.running.form import Form, holds_exact
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError, check_granule
@@ -113,6 +114,13 @@ def check_dict(name: str, value: Any, of: str = "") -> None:
     if value is not None and not isinstance(value, Mapping):
         where = f" of {of}" if of not in ("", "fn") else ""
         raise TypeError(f"{name}{where} is {value!r}; give a dict")
+
+
+def check_planned(name: str, value: Any) -> None:
+    """TypeError where an argument is no plan."""
+    if not isinstance(value, Planned):
+        what = f"{name} is a {type(value).__name__}"
+        raise TypeError(f"{what}; give a hapsynth.Plan, of plans of several functions one, such as plans['train']")
 
 
 def planned_exact(form: Form, devices: jax.sharding.Mesh | None) -> bool:

@@ -201,6 +201,8 @@ def synthesize(
     if memory_limit == math.inf:
         memory_limit = None
     check_positive("time_budget_s", time_budget_s, "seconds")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress is {progress!r}; give a function that is called with how far the search is")
     check_dict("fixed", fixed)
     # No layouts are none: nothing is restricted.
     fixed = fixed or None

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 import hapsynth
 from hapsynth import _jax, checkpoint
 from hapsynth._files import write_text
+from hapsynth._options import check_planned
 from hapsynth.adapting.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.adapting.reshape import Buckets, for_shapes
 from hapsynth.export import in_shardings, out_shardings, source_of
@@ -202,6 +203,7 @@ class Plan(Planned, Generic[P, R]):
         moved is freed leaf by leaf. `arg` as in `local_slices`. In a run of several processes all must call.
         Raises TypeError, ValueError or RuntimeError as `shard` does before anything moves.
         """
+        check_planned("old_plan", old_plan)
         leaves, first = self.arguments.leaves_of(arg, argument)
         self.arguments.check(leaves, first, self.arguments.path_from(first))
         old = old_plan.arguments.storages(old_plan.lowered, argument, arg)

@@ -155,6 +155,7 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "carry of no pairs": (lambda: planned(carry="[0]"), TraceError, "it is a list of pairs such as"),
     "no memory": (lambda: planned(memory_limit=0), ValueError, "memory_limit is 0; give a positive number of bytes"),
     "memory in words": (lambda: planned(memory_limit="1 GiB"), TypeError, "memory_limit is '1 GiB'; give a number of"),
+    "progress that is none": (lambda: planned(progress=True), TypeError, "progress is True; give a function that is"),
     "no time": (
         lambda: planned(time_budget_s=float("nan")),
         ValueError,

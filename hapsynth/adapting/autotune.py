@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hapsynth._options import check_count, check_dict, check_gain, check_positive
+from hapsynth._options import check_count, check_dict, check_gain, check_planned, check_positive
 from hapsynth.running.allgather import gathered
 from hapsynth.running.base import P, Planned
 from hapsynth.running.form import no_overlap
@@ -45,8 +45,10 @@ def autotune_candidates(plan: P, mesh: Mesh | None = None, *, within: float = 1.
     also where some were asked for of the plan (`fixed`, `ratios`).
 
     `mesh`: of all devices of the plan's cluster. By default the plan's: where it leaves devices out, so do they.
-    Raises RuntimeError for a plan without devices, ValueError for a mesh of another number of them.
+    Raises RuntimeError for a plan without devices, ValueError for a mesh of another number of them, TypeError where it
+    is no plan.
     """
+    check_planned("plan", plan)
     check_positive("within", within, "times the plan's prediction")
     if plan.mesh is None:
         raise RuntimeError("this plan has no devices to run on: load it where they are, with hapsynth.load")
@@ -97,6 +99,8 @@ def autotune(
     check_dict("plans", plans)
     if not plans:
         raise ValueError("no plan was given; give {name: plan}, as hapsynth.autotune_candidates does")
+    for name, plan in plans.items():
+        check_planned(f"plans[{name!r}]", plan)
     check_count("steps", steps)
     check_gain("margin", margin)
     names = list(plans)

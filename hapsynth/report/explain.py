@@ -42,8 +42,11 @@ def explain(plan: Plan, value: str | None = None, *, cost: bool = False, top: in
 
     `value`: about one alone, an argument's path such as `[0]['w']` or a name as in `plan.program`'s listing. `cost`:
     every second as FLOPs / rate, bytes / bandwidth and latency. `top`: how many of each are listed. Takes seconds, as
-    it searches for the best programs with other layouts. Raises ValueError for a value that there is not.
+    it searches for the best programs with other layouts. Raises ValueError for a value that there is not, and where
+    both `value` and `cost` are given.
     """
+    if cost and value is not None:
+        raise ValueError(f"value is {value!r} and cost is True, which is about the whole plan; leave one of them out")
     text = StringIO()
     out = console(text)
     if cost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -159,6 +160,10 @@ def test_bad_input(plan: Plan) -> None:
     for name, value in options:
         with pytest.raises(ValueError, match=f"{name} is {value!r}; give"):
             hapsynth.autotune({"plan": plan}, STATE, BATCH, **{name: value}, **GIVEN)
+    for name, call in (("plans['x']", hapsynth.autotune), ("plan", hapsynth.autotune_candidates)):
+        given: Any = 3 if name == "plan" else {"plan": plan, "x": 3}
+        with pytest.raises(TypeError, match=f"^{re.escape(name)} is a int; give a hapsynth.Plan"):
+            call(given)
     with pytest.raises(ValueError, match="within is nan; give"):
         hapsynth.autotune_candidates(plan, within=float("nan"))
     with pytest.raises(RuntimeError, match="no devices to run on"):

@@ -181,6 +181,8 @@ def test_adopting_what_lies_elsewhere(plan: Plan) -> None:
     assert not any(x.is_deleted() for x in jax.tree.leaves(given))
     with pytest.raises(TypeError, match="is not in the plan"):
         new.adopt({**given, "more": 1}, plan)
+    with pytest.raises(TypeError, match=r"old_plan is a int; give a hapsynth.Plan"):
+        new.adopt(given, 3)  # pyright: ignore[reportArgumentType]
 
 
 # ---- drift

@@ -26,3 +26,9 @@ def test_an_unknown_value(plan_file: Path) -> None:
     fn, args = runpy.run_path("model.py")["target"]()
     with pytest.raises(ValueError, match=r"^nothing: the function has no such value"):
         hapsynth.load("plan.json", fn, args).explain("nothing")
+
+
+def test_one_value_and_all_costs(plan_file: Path) -> None:
+    fn, args = runpy.run_path("model.py")["target"]()
+    with pytest.raises(ValueError, match=r"value is 'w' and cost is True, .*; leave one of them out"):
+        hapsynth.load("plan.json", fn, args).explain("w", cost=True)
