@@ -396,16 +396,16 @@ _SCHEDULER = MappingProxyType({"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEM
 _ASKED = ("xla_cpu_scheduler_type", "xla_cpu_enable_concurrency_optimized_scheduler")
 
 
-def memory_first(platform: str, options: Mapping[str, str] = _SCHEDULER) -> dict[str, str]:
+def memory_first(platform: str) -> dict[str, str]:
     """`compiler_options` of `jax.jit` by which a program on `platform` holds little at once, as plans count on.
 
     XLA's CPU backend begins everything as early as it can: all random arrays of an init, all clipped gradients before
     the first is used. Other backends order by memory themselves. Empty there, where XLA_FLAGS say what order the user
-    wants, and where XLA has no such `options`.
+    wants, and where XLA has no such option.
     """
     if platform != "cpu" or any(name in xla_flags() for name in _ASKED):
         return {}
-    return dict(options) if _accepts(tuple(options.items())) else {}
+    return dict(_SCHEDULER) if _accepts(tuple(_SCHEDULER.items())) else {}
 
 
 @functools.cache

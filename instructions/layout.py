@@ -1,4 +1,4 @@
-"""Placements and layouts: how one value lies on the devices (DESIGN section 2)."""
+"""Placements and layouts: how one value lies on the devices (docs/design/overview.md)."""
 
 from __future__ import annotations
 

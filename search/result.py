@@ -95,7 +95,7 @@ class Result:
     bounds: Mapping[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
     """The joint bound on each set of devices that was considered; empty where only one was."""
     unpriced_primitives: tuple[str, ...] = ()
-    """Of which nothing says what they take (`instructions.uncovered.unpriced`)."""
+    """Of which nothing says what they take (`instructions.rules.replicated_ops.unpriced`)."""
     overlap: bool = False
     """Whether `cost_s` is the makespan of the program in its order, its collectives beside what is computed; else it is
     the sum over its instructions."""

@@ -93,7 +93,7 @@ def test_no_private_jax_and_no_bare_rooms() -> None:
 
 
 def test_imports_run_one_way() -> None:
-    """graph <- instructions <- search <- (lower, plan, report) <- profile <- cli (DESIGN section 3)."""
+    """graph <- instructions <- search <- (lower, plan, report) <- profile <- cli (docs/design/overview.md)."""
     above = {
         "instructions": ("search", "lower", "plan", "profile", "report", "cli"),
         "search": ("lower", "plan", "profile", "report", "cli"),

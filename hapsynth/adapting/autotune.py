@@ -6,9 +6,9 @@ fuses, how busy a network is. Who can spare a minute before a long run lets the 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Generic
 
 import jax
@@ -85,7 +85,6 @@ def autotune(
     *args: Any,
     steps: int = 5,
     margin: float = 0.05,
-    clock: Callable[[], float] = time.perf_counter,
     **kwargs: Any,
 ) -> AutotuneResult[P]:
     """Run every plan for some steps, carried state fed back, and keep the one with the least median.
@@ -107,7 +106,7 @@ def autotune(
     times = np.zeros((len(names), 2, steps))
     for turn, order in enumerate((range(len(names)), reversed(range(len(names))))):
         for i in order:
-            times[i, turn] = list(_timed(plans[names[i]], steps, args, kwargs, clock))
+            times[i, turn] = list(_timed(plans[names[i]], steps, args, kwargs))
     everyone = _everyone(plans[names[0]])
     slowest = gathered(everyone, times.ravel()).max(axis=0).reshape(len(names), -1)
     seconds = dict(zip(names, np.median(slowest, axis=1).tolist(), strict=True))
@@ -122,9 +121,7 @@ def _everyone(plan: Planned) -> Mesh:
     return Mesh(np.array(jax.devices(plan.mesh.devices.flat[0].platform)), ("all",))
 
 
-def _timed(
-    plan: Planned, steps: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], clock: Callable[[], float]
-) -> Iterator[float]:
+def _timed(plan: Planned, steps: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[float]:
     """Seconds of each step but the first; 0 in a process that has no part in the plan."""
     if plan.mesh is not None and not plan.mesh.local_devices:
         yield from [0.0] * steps
@@ -135,12 +132,12 @@ def _timed(
     leaves, tree = jax.tree_util.tree_flatten((tuple(items[: len(args)]), items[-1] if kwargs else {}))
     jax.block_until_ready(leaves)
     for step in range(steps + 1):
-        began = clock()
+        began = perf_counter()
         now, named = tree.unflatten(leaves)
         out = plan(*now, **named)
         jax.block_until_ready(out)
         if step:
-            yield clock() - began
+            yield perf_counter() - began
         arrays = jax.tree_util.tree_leaves(out)
         for source, target in traced.graph.carry:
             leaves[traced.array_leaves[source]] = arrays[traced.out_array_leaves[target]]

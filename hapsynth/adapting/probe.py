@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -31,9 +31,9 @@ class Probe:
     measures. Where a device has no memory for them beside the plan, and of programs that go on as their values say, the
     heaviest op alone."""
 
-    def __init__(self, plan: Planned, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, plan: Planned) -> None:
         assert plan.mesh is not None
-        self.plan, self._clock = plan, clock
+        self.plan = plan
         costs = plan.cost_model()
         own_devices = [*zip(local_numbers(plan.mesh), local_positions(plan.mesh), plan.mesh.local_devices, strict=True)]
         self._runs: list[Run] = []
@@ -111,8 +111,8 @@ class Probe:
             runs = [(run, operands()) for run, operands in self._runs]
             once = lambda: jax.block_until_ready([run(*values) for run, values in runs])
             once()
-            rounds, began = 0, self._clock()
-            while (passed := self._clock() - began) < least_s or not rounds:
+            rounds, began = 0, perf_counter()
+            while (passed := perf_counter() - began) < least_s or not rounds:
                 once()
                 rounds += 1
         return passed / rounds / self.predicted_s

@@ -18,7 +18,7 @@ from hapsynth.adapting.resize import best_sizes, resized
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.running.allgather import _first, agreed
+from hapsynth.running.allgather import agreed, of_first_process
 from hapsynth.running.base import P, Planned
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import load_seconds, shares
@@ -102,7 +102,7 @@ def propose(plan: P, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal
     """
     check_gain("threshold", threshold)
     measured = slowdown.astype(np.float64).reshape(len(slowdown), -1)
-    measured = _first(plan.mesh, measured.ravel()).reshape(measured.shape)
+    measured = of_first_process(plan.mesh, measured.ravel()).reshape(measured.shape)
     slowdown, program = np.median(measured, axis=1), plan.program
     cost = partial(step_seconds, overlap=plan.result.overlap)
 

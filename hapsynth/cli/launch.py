@@ -20,7 +20,7 @@ from hapsynth.jobs.batch_system import started_by
 from hapsynth.jobs.launch import Launch, launch, launched
 from hapsynth.jobs.preflight import check_mesh, preflight
 from hapsynth.rendezvous.address import COORDINATOR, JobError, parse_address
-from hapsynth.report.tables import discard_stdout, table
+from hapsynth.report.tables import Table, discard_stdout
 
 
 def launch_command(options: argparse.Namespace) -> int:
@@ -100,7 +100,7 @@ def preflight_command(options: argparse.Namespace, out: Console | None, tell: Ca
             for f in report
         ]
         header = ["process", "hapsynth", "jax", "jaxlib", *of_gpus, "kind of device"]
-        out.print(table(header, rows, left=len(header)))
+        out.print(Table(header, rows, left=len(header)))
         checked = "" if plan is None else f"; {options.plan} compiles to the same collectives in all"
         out.print(f"\npreflight passed: {len(report)} processes, {plural(mesh.size, 'device')}{checked}")
 

@@ -21,7 +21,7 @@ from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import trace
 from hapsynth.profile.job import Job
 from hapsynth.profile.run import Options, profile
-from hapsynth.report.tables import heading, table
+from hapsynth.report.tables import Table, heading
 
 
 def profile_command(
@@ -74,7 +74,7 @@ def _print(out: Console, cluster: Cluster, name: str) -> None:
         ]
         for kind in cluster.kinds
     ]
-    out.print(table(["kind", "devices", "matmul GFLOP/s", "memory bandwidth", "per op", "memory"], rows))
+    out.print(Table(["kind", "devices", "matmul GFLOP/s", "memory bandwidth", "per op", "memory"], rows))
     ops = [(kind, op) for kind in cluster.kinds for op in kind.ops.values()]
     if ops:
         out.print(heading("Ops of the function"))
@@ -83,7 +83,7 @@ def _print(out: Console, cluster: Cluster, name: str) -> None:
             for kind, op in ops
             for amount, took in op.curve.points[-1:]
         ]
-        out.print(table(["op", "kind", "at the largest size", ""], measured, left=2))
+        out.print(Table(["op", "kind", "at the largest size", ""], measured, left=2))
     if cluster.collectives:
         out.print(heading("Collectives"))
         found = [
@@ -91,5 +91,5 @@ def _print(out: Console, cluster: Cluster, name: str) -> None:
             for axis, curves in cluster.collectives.items()
             for step, curve in curves.items()
         ]
-        out.print(table(["axis", "collective", "latency", "at the largest size"], found, left=2))
+        out.print(Table(["axis", "collective", "latency", "at the largest size"], found, left=2))
     out.print(f"\ncluster        {name}")

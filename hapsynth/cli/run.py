@@ -21,7 +21,7 @@ from rich.console import Console
 from hapsynth._errors import UsageError
 from hapsynth._quantities import plural, seconds
 from hapsynth.plan import Plan
-from hapsynth.report.tables import heading, table
+from hapsynth.report.tables import Table, heading
 from hapsynth.running.check import (
     PLAIN,
     CheckReport,
@@ -167,7 +167,7 @@ def print_trial(out: Console, plan: Plan, trial: Trial) -> None:
         groups.setdefault(_group(path), []).append(error)
     out.print(heading("Outputs beside the function on one device"))
     rows = [[name, str(len(errors)), f"{max(errors):.2e}"] for name, errors in groups.items()]
-    out.print(table(["output", "leaves", "max relative error"], rows))
+    out.print(Table(["output", "leaves", "max relative error"], rows))
     for line in trial.report.explained:
         out.print(line)
     verdict = "passed" if trial.report.ok else "FAILED"

@@ -1,4 +1,4 @@
-"""What devices may hold, and how the bytes of their shards are counted: padded or exact (DESIGN D2)."""
+"""What devices may hold, and how the bytes of their shards are counted: padded or exact (decisions.md D2)."""
 
 from __future__ import annotations
 

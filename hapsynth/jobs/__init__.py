@@ -2,7 +2,7 @@
 
 from hapsynth.jobs.preflight import PreflightError, after_call, before_call, before_placing, check_mesh
 from hapsynth.rendezvous.address import JobError
-from hapsynth.rendezvous.meeting import connect, exchanged, initialize, met
+from hapsynth.rendezvous.meeting import connect, initialize
 
 __all__ = [
     "JobError",
@@ -12,7 +12,5 @@ __all__ = [
     "before_placing",
     "check_mesh",
     "connect",
-    "exchanged",
     "initialize",
-    "met",
 ]

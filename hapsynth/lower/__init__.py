@@ -1,4 +1,4 @@
-"""A program to a function of stored arrays (DESIGN D1, D2): in switch form, in staged form or in fused form."""
+"""A program to a function of stored arrays (decisions.md D1, D2): in switch form, in staged form or in fused form."""
 
 from hapsynth.lower._collective_order import Each
 from hapsynth.lower._device_groups import Positions, alike, unlike_in_process

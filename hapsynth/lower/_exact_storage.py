@@ -1,4 +1,4 @@
-"""Values stored at their exact size: a small device holds a small shard (DESIGN D2, staged form)."""
+"""Values stored at their exact size: a small device holds a small shard (decisions.md D2, staged form)."""
 
 from __future__ import annotations
 

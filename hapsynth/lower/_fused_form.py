@@ -1,5 +1,5 @@
 """The fused form: each process lowers the whole program on the exact shapes of its own devices, all with the same
-collectives on the same wires (DESIGN D2)."""
+collectives on the same wires (decisions.md D2)."""
 
 from __future__ import annotations
 

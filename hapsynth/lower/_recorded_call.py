@@ -56,11 +56,6 @@ class RecordedCall:
         """Seconds in which the process only waited for collectives, and in them for other processes."""
         return fsum(c.exposed_s for c in self.collectives)
 
-    @property
-    def computed_s(self) -> float:
-        """Seconds in which the process computed, with what collectives beside it slowed it down."""
-        return self.total_s - self.exposed_s
-
 
 @dataclass
 class Recorder:

@@ -1,5 +1,5 @@
 """The staged form: local stages on exact shapes, each process its own, and collective stages, the same everywhere
-(DESIGN D2); `Run` is one call of it: the arrays that this process's devices hold between stages."""
+(decisions.md D2); `Run` is one call of it: the arrays that this process's devices hold between stages."""
 
 from __future__ import annotations
 

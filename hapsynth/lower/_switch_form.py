@@ -1,4 +1,4 @@
-"""The switch form: one HLO for all devices, a `lax.switch` over shares in each stage that is uneven (DESIGN D2)."""
+"""The switch form: one HLO for all devices, a `lax.switch` over shares in each uneven stage (decisions.md D2)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from hapsynth._quantities import nbytes, plural, seconds
 from hapsynth.plan import Plan
 from hapsynth.report.json_records import OURS, Entry
 from hapsynth.report.summary import print_certificate, print_left_out
-from hapsynth.report.tables import heading, table
+from hapsynth.report.tables import Table, heading
 from hapsynth.search.planning.baseline_subsets import label
 
 
@@ -38,12 +38,12 @@ def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> 
             ]
         )
     out.print(heading("Plans"))
-    out.print(table(["plan", "step time", "speedup by hapsynth", "memory", "fits", "collectives", "wire bytes"], rows))
+    out.print(Table(["plan", "step time", "speedup by hapsynth", "memory", "fits", "collectives", "wire bytes"], rows))
     kinds = sorted({c for e in entries.values() for c in e.collectives})
     if kinds:
         out.print(heading("Collectives: how many, and bytes over the slowest link"))
         cells = [[label(name), *(_cell(e.collectives.get(kind)) for kind in kinds)] for name, e in entries.items()]
-        out.print(table(["plan", *kinds], cells))
+        out.print(Table(["plan", *kinds], cells))
     out.print(heading("Certificate"))
     print_certificate(out, plan)
 

@@ -26,7 +26,7 @@ from hapsynth.instructions.program.program import Compute, Convert
 from hapsynth.instructions.program.sizes import layout_nodes
 from hapsynth.plan import Plan
 from hapsynth.report.summary import print_left_out
-from hapsynth.report.tables import heading, table
+from hapsynth.report.tables import Table, heading
 from hapsynth.running.names import Names
 from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Sent, Shares, even_fractions
@@ -271,7 +271,7 @@ def print_costs(out: Console, plan: Plan, lines: Sequence[Line], top: int) -> No
         out.print(heading("On devices: launches x overhead + FLOP / rate or bytes / bandwidth, whichever is longer"))
         headers = ["ops", "slowest device", "count", "launching", "work", "speed", "seconds", "share"]
         rows = _groups(computing, lambda c: (c.op_class, c.dtype, c.kind, c.computes), _computed, total)
-        out.print(table(headers, rows, left=2))
+        out.print(Table(headers, rows, left=2))
     if sending:
         turns = any(s.turned_s for s in sending)
         after = " + what is transposed only afterwards" if turns else ""
@@ -279,7 +279,7 @@ def print_costs(out: Console, plan: Plan, lines: Sequence[Line], top: int) -> No
         headers = ["collective", "axis", "count", "latency", "wire bytes", "of it padding", "bandwidth"]
         headers += ["transposing"] if turns else []
         rows = _groups(sending, lambda s: (s.step, s.axis, s.latency_s), partial(_sent, turns=turns), total)
-        out.print(table([*headers, "seconds", "share"], rows, left=2))
+        out.print(Table([*headers, "seconds", "share"], rows, left=2))
     out.print(f"\nin all         {seconds(total)}{SUMMED if plan.result.overlap else ''}")
     out.print(heading("The dearest"))
     for line in sorted(lines, key=lambda line: -line.seconds)[:top]:
@@ -289,7 +289,7 @@ def print_costs(out: Console, plan: Plan, lines: Sequence[Line], top: int) -> No
     rates = {(f"{c.kind}: {c.dtype} {c.op_class}", c.rate_from) for c in computing if c.rate}
     rates |= {(f"{c.kind}: bandwidth, overhead", c.bandwidth_from) for c in computing}
     rates |= {(f"{s.step} along {s.axis}", s.link_from) for s in sending}
-    out.print(table(["figure", "source"], sorted(rates), left=2))
+    out.print(Table(["figure", "source"], sorted(rates), left=2))
 
 
 def _groups(

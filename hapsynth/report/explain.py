@@ -17,7 +17,7 @@ from hapsynth.instructions.program.program import Convert, reads, writes
 from hapsynth.plan import Plan
 from hapsynth.report.cost_breakdown import SUMMED, cost_lines, print_costs
 from hapsynth.report.summary import print_certificate, print_left_out, sizes_table
-from hapsynth.report.tables import console, heading, table
+from hapsynth.report.tables import Table, console, heading
 from hapsynth.report.timeline import print_timeline
 from hapsynth.running.names import Names
 from hapsynth.search.cost.program_cost import Cost, feed_costs, padded_bytes
@@ -151,7 +151,7 @@ class Explainer:
                     [self.names.instruction(cost.instruction), layouts, seconds(cost.seconds), _bytes(cost.wire_bytes)]
                 )
         self.out.print(heading("Instructions that touch it"))
-        self.out.print(table(["instruction", "layout", "seconds", "wire bytes"], rows, left=2))
+        self.out.print(Table(["instruction", "layout", "seconds", "wire bytes"], rows, left=2))
         self.out.print(heading(f"The best program with each layout of it, at the plan's shard sizes{self.summed}"))
         planned = format_layout(self.answers.layouts[value])
         memory = tuple(self.plan.memory[d] for d in self.plan.devices)
@@ -161,7 +161,7 @@ class Explainer:
             best = self.answers.best_with(value, layout)
             rows.append([format_layout(layout), *self._cells(best)])
         time = "sum" if self.summed else "step time"
-        self.out.print(table(["layout", time, "difference", "", "memory", "fits"], rows))
+        self.out.print(Table(["layout", time, "difference", "", "memory", "fits"], rows))
 
     def _kinds(self) -> None:
         count: Counter[str] = Counter()
@@ -185,7 +185,7 @@ class Explainer:
             rows[-1] += [self._share(left), ""]
         rows.append(["in all", str(count.total()), seconds(self.total), "", _bytes(sum(wire.values()))])
         self.out.print(heading(f"Where the seconds go{self.summed}"))
-        self.out.print(table(["instruction", "count", "seconds", "share", "wire bytes"], rows))
+        self.out.print(Table(["instruction", "count", "seconds", "share", "wire bytes"], rows))
 
     def _collectives(self) -> None:
         costs = [c for c in self.answers.costs if isinstance(c.instruction, Convert) and c.instruction.is_collective]
@@ -202,7 +202,7 @@ class Explainer:
             )
         if rows:
             self.out.print(heading("The dearest collectives"))
-            self.out.print(table(["collective", "wire bytes", "seconds", "share"], rows))
+            self.out.print(Table(["collective", "wire bytes", "seconds", "share"], rows))
 
     def _inputs(self) -> None:
         """The largest inputs, one of each shape and layout, each with the best program that stores it otherwise."""
@@ -234,7 +234,7 @@ class Explainer:
             rows.append([f"{plural(left, 'more input')} (--value PATH asks about one)", *[""] * 7])
         self.out.print(heading("Inputs: layout, bytes on a device, and the best program that stores it otherwise"))
         headers = ["input", "alike", "shape", "layout", "per device", "otherwise", "costs", ""]
-        self.out.print(table(headers, rows, minor=["alike", "shape", "per device"]))
+        self.out.print(Table(headers, rows, minor=["alike", "shape", "per device"]))
 
     def _values(self) -> None:
         spent = self.answers.spent()
@@ -254,7 +254,7 @@ class Explainer:
                 ]
             )
         self.out.print(heading("The dearest values: how each is made, and the best program that makes it otherwise"))
-        self.out.print(table(["value", "made as", "seconds", "otherwise", "costs", ""], rows, left=2))
+        self.out.print(Table(["value", "made as", "seconds", "otherwise", "costs", ""], rows, left=2))
 
     def _cells(self, other: Alternative | None) -> list[str]:
         """Step time, or the sum over instructions, difference in seconds and percent, memory, fits."""

@@ -30,9 +30,9 @@ COMPARE_SCHEMA = "hapsynth-compare-1"
 RUN_SCHEMA = "hapsynth-run-1"
 
 
-def costs_of(plan: Plan, model: CostModel | None = None) -> list[Cost]:
+def costs_of(plan: Plan) -> list[Cost]:
     """Seconds and wire bytes of every instruction, in order."""
-    return list(instruction_costs(plan.program, plan.sizes, model or plan.cost_model()))
+    return list(instruction_costs(plan.program, plan.sizes, plan.cost_model()))
 
 
 def search_record(plan: Plan, entries: Mapping[str, Entry] | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from hapsynth._quantities import finite, percent, plural, seconds
 from hapsynth.report.json_records import SEVERAL_SCHEMA, costs_of, search_record
 from hapsynth.report.summary import print_summary
-from hapsynth.report.tables import heading, table
+from hapsynth.report.tables import Table, heading
 from hapsynth.several.plans import Plans
 
 
@@ -51,7 +51,7 @@ def print_several(out: Console, plans: Plans, *, listing: bool = False) -> None:
         more = "-" if not alone else percent(plan.cost / alone - 1)
         alone_cell = "-" if alone is None else seconds(alone)
         rows.append([name, f"{plans.frequency[name]:g}", seconds(plan.cost), alone_cell, more])
-    out.print(table(["function", "called", "step time", "planned alone", "dearer by"], rows))
+    out.print(Table(["function", "called", "step time", "planned alone", "dearer by"], rows))
     graph, program = plans.state_of.traced.graph, plans.state_of.program
     values = [graph.inputs[source] for source, _ in graph.carry]
     cut = sum(graph.values[v].nbytes for v in values if any(p.is_sharded for p in program.inputs[v]))

@@ -14,7 +14,7 @@ from hapsynth.instructions.rules.replicated_ops import named, uncovered, unprice
 from hapsynth.plan import Plan
 from hapsynth.report.json_records import Entry, best_baseline
 from hapsynth.report.program_listing import brief
-from hapsynth.report.tables import Table, device_groups, heading, span, table
+from hapsynth.report.tables import Table, device_groups, heading, span
 from hapsynth.report.timeline import hidden
 from hapsynth.running.names import Names
 from hapsynth.search.cost.program_cost import Cost
@@ -169,7 +169,7 @@ def sizes_table(plan: Plan) -> Table:
     if not rows:
         rows = [["nothing is cut: every device computes everything", *[""] * (3 + len(groups))]]
     counts = ["alike", "tensors", "units"]
-    return table(["class, by its largest tensor", *counts, *(name for name, _ in groups)], rows, minor=counts)
+    return Table(["class, by its largest tensor", *counts, *(name for name, _ in groups)], rows, minor=counts)
 
 
 def memory_table(plan: Plan) -> Table:
@@ -180,4 +180,4 @@ def memory_table(plan: Plan) -> Table:
         limit = min(plan.result.memory_limit_bytes[d] for d in group)
         rows.append([name, nbytes(peak_bytes), nbytes(limit), percent(peak_bytes / limit)])
     peak = "peak, exact shards" if plan.result.exact else "peak"
-    return table(["devices", peak, "limit", "used"], rows)
+    return Table(["devices", peak, "limit", "used"], rows)

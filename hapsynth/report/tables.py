@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import IO
@@ -79,11 +79,6 @@ class Table:
         yield from console.render(columns, options.update(width=max(options.max_width, width(kept))))
         if left_out := [header for i, header in enumerate(self.headers) if header and i not in kept]:
             yield Text(f"(not in {options.max_width} columns: {', '.join(left_out)})", style="dim")
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, minor: Sequence[str] = ()) -> Table:
-    """As `Table` says, which it makes."""
-    return Table(headers, tuple(rows), left, minor)
 
 
 def heading(title: str) -> Text:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from hapsynth._quantities import nbytes, percent, seconds
-from hapsynth.report.tables import heading, table
+from hapsynth.report.tables import Table, heading
 from hapsynth.targets import CompiledTarget, collectives_differ
 
 COMPILE_SCHEMA = "hapsynth-compile-1"
@@ -35,7 +35,7 @@ def print_targets(out: Console, targets: Sequence[CompiledTarget]) -> None:
     ]
     if rows:
         columns = ["target", "form", "peak", "predicted", "collectives", "asynchronous", "hidden", "exposed"]
-        out.print(table([*columns, "fingerprint", "compiled in"], rows, left=2))
+        out.print(Table([*columns, "fingerprint", "compiled in"], rows, left=2))
     for t in targets:
         if t.error:
             out.print(f"{t.target}: not compiled: {t.error}")

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hapsynth._quantities import indices, percent, plural, seconds
 from hapsynth.plan import Plan
-from hapsynth.report.tables import heading, table
+from hapsynth.report.tables import Table, heading
 from hapsynth.running.names import Names
 from hapsynth.search.scheduling.tasks import Machine
 from hapsynth.search.scheduling.timeline import Timeline
@@ -44,7 +44,7 @@ def print_timeline(out: Console, plan: Plan, top: int) -> None:
     if len(groups) > len(shown):
         rows.append([f"{len(groups) - len(shown)} more", "", "", ""])
     out.print(heading("What each device does until its last result"))
-    out.print(table(["devices", "computes", "slowed by sending", "exposed"], rows))
+    out.print(Table(["devices", "computes", "slowed by sending", "exposed"], rows))
     _print_waits(out, plan, timeline, names, top)
     out.print(
         f"communication  {seconds(timeline.communication_s)}, {hidden(timeline.communication_s, timeline.exposed_s)}"
@@ -82,7 +82,7 @@ def _print_waits(out: Console, plan: Plan, timeline: Timeline, names: Sequence[s
         rows.append([plural(len(order) - top, "shorter wait"), "", "", "", seconds(left), "at most"])
     if rows:
         out.print(heading("The longest waits"))
-        out.print(table(["for", "kind", "begins", "ends", "exposed", "on devices"], rows, left=2))
+        out.print(Table(["for", "kind", "begins", "ends", "exposed", "on devices"], rows, left=2))
 
 
 def print_step(out: Console, step: Step, top: int) -> None:

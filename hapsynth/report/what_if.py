@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from hapsynth._quantities import finite, nbytes, plural, seconds
-from hapsynth.report.tables import heading, table
+from hapsynth.report.tables import Table, heading
 from hapsynth.whatif.cluster_variants import Variant, base_variant, sentences, slower_link
 from hapsynth.whatif.remedies import Remedy
 
@@ -46,7 +46,7 @@ def print_advice(out: Console, variants: Sequence[Variant]) -> None:
         speedup = f"{base / v.cost_s:.2f}x" if base and v.cost_s else "-"
         price = [] if not priced else ["-" if v.price is None else f"{v.price:.3g}"]
         rows.append([v.change, plural(v.cluster.n, "device"), time, speedup, *price])
-    out.print(table(["cluster", "devices", "step time", "speedup", *(["price of a step"] if priced else [])], rows))
+    out.print(Table(["cluster", "devices", "step time", "speedup", *(["price of a step"] if priced else [])], rows))
     for sentence in sentences(variants):
         out.print(sentence)
 
@@ -74,4 +74,4 @@ def print_remedies(out: Console, remedies: Sequence[Remedy]) -> None:
         time = "nothing fits" if r.cost_s is None else seconds(r.cost_s)
         memory = "-" if r.memory_bytes is None else f"{'' if r.cost_s else 'needs '}{nbytes(r.memory_bytes)}"
         rows.append([r.change, plural(r.devices, "device"), time, memory])
-    out.print(table(["change", "devices", "step time", "memory"], rows))
+    out.print(Table(["change", "devices", "step time", "memory"], rows))

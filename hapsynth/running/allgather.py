@@ -17,13 +17,13 @@ from hapsynth.search.cost.model import Floats
 
 def agreed(mesh: Mesh | None, sizes: Sizes) -> Sizes:
     """The sizes that the process of the mesh's first device found: unlike sizes would be unlike programs."""
-    rows = _first(mesh, np.array([s for row in sizes.shares for s in row], np.float64))
+    rows = of_first_process(mesh, np.array([s for row in sizes.shares for s in row], np.float64))
     lengths = [len(row) for row in sizes.shares]
     split = np.split(rows.astype(np.int64), np.cumsum(lengths)[:-1]) if lengths else []
     return Sizes(sizes.graph, sizes.classes, tuple(tuple(row.tolist()) for row in split))
 
 
-def _first(mesh: Mesh | None, row: Floats) -> Floats:
+def of_first_process(mesh: Mesh | None, row: Floats) -> Floats:
     """The numbers of the process that has the mesh's first device, in all processes of the mesh."""
     return row if mesh is None else gathered(mesh, row)[0]
 

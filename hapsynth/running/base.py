@@ -315,7 +315,7 @@ class Planned(ABC):
 
     @property
     def form(self) -> Chosen:
-        """How the plan runs on its mesh (DESIGN D2)."""
+        """How the plan runs on its mesh (decisions.md D2)."""
         return self._form[0]
 
     @property

@@ -1,4 +1,4 @@
-"""Replicated state that devices compute redundantly, compared and made the same again (DESIGN D2)."""
+"""Replicated state that devices compute redundantly, compared and made the same again (decisions.md D2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which form a plan runs (DESIGN D2)."""
+"""In which form a plan runs (decisions.md D2)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from hapsynth.instructions.rules.registry import (
     factors_of,
     register,
     replicate,
-    why_replicated,
 )
 
 __all__ = [
@@ -48,6 +47,5 @@ __all__ = [
     "reshaping",
     "slice",
     "sort_and_scan",
-    "why_replicated",
     "window",
 ]

@@ -35,31 +35,28 @@ acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erf_inv erfc exp exp2 e
 sin sinh tan tanh
 """,
 }
-JOINT = ("add", "add_any", "complex", "sub")
-EACH = ("mul",)
 SAME = ("copy", "layout_constraint", "name", "stop_gradient")
 """The identity, as far as values go."""
-FIRST = ("conj", "imag", "neg", "real", *SAME)
 
 for _cost, _names in _NONLINEAR.items():
     register(*_names.split(), fusible=True, cost=_cost)(pointwise)
 
 
-@register(*JOINT, fusible=True)
+@register("add", "add_any", "complex", "sub", fusible=True)
 def _joint(f: Factors) -> None:
     """Linear in both operands together: partial + partial is partial, partial + replicated is not."""
     pointwise(f)
     f.linear = ((0, 1),)
 
 
-@register(*EACH, fusible=True)
+@register("mul", fusible=True)
 def _each(f: Factors) -> None:
     """Linear in each operand while the other is fixed."""
     pointwise(f)
     f.multiplies((0,), (1,))
 
 
-@register(*FIRST, fusible=True)
+@register("conj", "imag", "neg", "real", *SAME, fusible=True)
 def _first(f: Factors) -> None:
     """The identity, or linear part by part."""
     pointwise(f)
@@ -145,10 +142,8 @@ def _as_they_are(local: Local, operands: Sequence[Any]) -> list[Any]:
     return [x if hasattr(x, "shape") else jnp.asarray(x, d) for x, d in zip(operands, local.op.dtypes, strict=True)]
 
 
-@register("sharding_constraint", local=_as_they_are, flops=no_flops, fusible=True, note="the plan's layouts replace it")
-@register("reshard", local=_as_they_are, flops=no_flops, fusible=True, note="the plan's layouts replace it")
+@register("sharding_constraint", "reshard", "device_put", local=_as_they_are, flops=no_flops, fusible=True)
 @register("optimization_barrier", flops=no_flops, fusible=True)
-@register("device_put", local=_as_they_are, flops=no_flops, fusible=True, note="placed where the plan says")
 def _apart(f: Factors) -> None:
     """The identity on each operand by itself."""
     n = len(f.op.operands)

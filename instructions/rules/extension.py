@@ -103,7 +103,7 @@ def register_rule(
         fill(f)
         f.finite_only = f.finite_only or finite_only
 
-    REGISTRY[name] = Entry(name, _fitted(name, filled), params, run, flops or default, note="registered by the user")
+    REGISTRY[name] = Entry(name, _fitted(name, filled), params, run, flops or default)
     OWN.add(name)
 
 

@@ -17,6 +17,7 @@ from jax.lax import GatherScatterMode as Mode
 from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Cut, Dim, Factors, Local, Reduction
 from hapsynth.instructions.layout import reduction_of
+from hapsynth.instructions.rules.reduce import extreme
 from hapsynth.instructions.rules.registry import apart, bind, identity, no_flops, register
 
 _INT32 = jnp.iinfo(jnp.int32)
@@ -233,14 +234,9 @@ def _scatter_add(f: Factors) -> None:
     f.linear = ((0, 2),)
 
 
-@register("scatter-max", local=_scatter_on_shard, flops=_update_flops)
-def _scatter_max(f: Factors) -> None:
-    _scatter_factors(f, "max")
-
-
-@register("scatter-min", local=_scatter_on_shard, flops=_update_flops)
-def _scatter_min(f: Factors) -> None:
-    _scatter_factors(f, "min")
+@register("scatter-max", "scatter-min", local=_scatter_on_shard, flops=_update_flops)
+def _scatter_extreme(f: Factors) -> None:
+    _scatter_factors(f, extreme(f))
 
 
 @register("scatter-mul", local=_scatter_on_shard, flops=_update_flops)

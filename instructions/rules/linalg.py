@@ -88,7 +88,7 @@ def _fft_flops(op: Op) -> float:
 
 
 def _add(name: str, scale: float, why: str, core: int = 2) -> None:
-    register(name, flops=_cubic(scale), replicated=why, batched=True)(_batches(core, why))
+    register(name, flops=_cubic(scale), replicated=why)(_batches(core, why))
 
 
 _add("cholesky", 1 / 3, _FACTORED)
@@ -106,7 +106,7 @@ _add("tridiagonal", 4 / 3, _FACTORED)
 register("cholesky_update", replicated="each rotation changes the rows after it; JAX has no batched form")(
     _batches(2, "each rotation changes the rows after it")
 )
-register("lu_pivots_to_permutation", replicated="the swaps are made one after another", batched=True)(
+register("lu_pivots_to_permutation", replicated="the swaps are made one after another")(
     _batches(1, "the swaps are made one after another")
 )
 register("tridiagonal_solve")(_right_hand_sides(1, _SUBSTITUTED, lambda op: -1))

@@ -30,6 +30,11 @@ def keeps(f: Factors, kind: Reduction) -> None:
     f.extra.append(Triple((P(kind),), (P(kind),)))
 
 
+def extreme(f: Factors) -> Reduction:
+    """That an op is named after, as `reduce_max` and `cummin` are."""
+    return "max" if f.op.name.endswith("max") else "min"
+
+
 @register("reduce_sum")
 def _reduce_sum(f: Factors) -> None:
     _reduced(f, "sum")
@@ -48,16 +53,10 @@ def _with_nan(local: Local, operands: Sequence[Any]) -> list[Any]:
     return made
 
 
-@register("reduce_max", local=_with_nan)
-def _reduce_max(f: Factors) -> None:
-    _reduced(f, "max")
-    keeps(f, "max")
-
-
-@register("reduce_min", local=_with_nan)
-def _reduce_min(f: Factors) -> None:
-    _reduced(f, "min")
-    keeps(f, "min")
+@register("reduce_max", "reduce_min", local=_with_nan)
+def _reduce_extreme(f: Factors) -> None:
+    _reduced(f, extreme(f))
+    keeps(f, extreme(f))
 
 
 @register("reduce_prod")
@@ -65,22 +64,14 @@ def _reduce_prod(f: Factors) -> None:
     _reduced(f, "", "there is no partial product")
 
 
-@register("reduce_and")
-def _reduce_and(f: Factors) -> None:
-    """On booleans `and` is the minimum; on integers it is bitwise."""
+@register("reduce_and", "reduce_or")
+def _reduce_logical(f: Factors) -> None:
+    """On booleans `and` is the minimum and `or` the maximum; on integers they are bitwise."""
+    kind = "min" if f.op.name == "reduce_and" else "max"
     logical = np.dtype(f.op.dtypes[0]) == np.bool_
-    _reduced(f, "min" if logical else "", "there is no bitwise partial")
+    _reduced(f, kind if logical else "", "there is no bitwise partial")
     if logical:
-        keeps(f, "min")
-
-
-@register("reduce_or")
-def _reduce_or(f: Factors) -> None:
-    """On booleans `or` is the maximum; on integers it is bitwise."""
-    logical = np.dtype(f.op.dtypes[0]) == np.bool_
-    _reduced(f, "max" if logical else "", "there is no bitwise partial")
-    if logical:
-        keeps(f, "max")
+        keeps(f, kind)
 
 
 @register("reduce_xor")

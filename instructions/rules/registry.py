@@ -54,7 +54,7 @@ class Entry:
     floating-point operations; `fusible` ops form one kernel with their neighbours and move no memory between, and are
     as dear as `cost` says.
     `typed_keys`: the factors are right for typed keys too; without it an op on keys is replicated.
-    `replicated` is why the op needs replication, in words; where it is `batched`, in its batch dimensions it does not.
+    `replicated` is why the op needs replication, in words; some ops do not in their batch dimensions.
     """
 
     name: str
@@ -63,10 +63,8 @@ class Entry:
     local: LocalOf | None = None
     flops: FlopsOf = elements
     fusible: bool = False
-    note: str = ""
     typed_keys: bool = False
     replicated: str = ""
-    batched: bool = False
     cost: Cost = "cheap"
 
 
@@ -90,10 +88,8 @@ def register(
     local: LocalOf | None = None,
     flops: FlopsOf = elements,
     fusible: bool = False,
-    note: str = "",
     typed_keys: bool = False,
     replicated: str = "",
-    batched: bool = False,
     cost: Cost = "cheap",
 ) -> Callable[[FactorsOf], FactorsOf]:
     """Decorator: register the factor function under each primitive name."""
@@ -102,9 +98,7 @@ def register(
         for name in names:
             if name in REGISTRY:
                 raise ValueError(f"primitive {name!r} has two entries")
-            REGISTRY[name] = Entry(
-                name, factors, params, local, flops, fusible, note, typed_keys, replicated, batched, cost
-            )
+            REGISTRY[name] = Entry(name, factors, params, local, flops, fusible, typed_keys, replicated, cost)
         return factors
 
     return add
@@ -163,12 +157,6 @@ def factors_of(op: Op) -> Factors:
     if f.lost:
         raise ValueError(f"the rule of {op.name!r} loses the factors {f.lost} of {f}: block or reduce them")
     return f
-
-
-def why_replicated(op: Op) -> str:
-    """Why every device runs the whole op, whatever its operands; empty where the op can be cut or is not known."""
-    entry = REGISTRY.get(op.name)
-    return entry.replicated if entry is not None and entry.replicated and not factors_of(op).shardable else ""
 
 
 def flops_of(op: Op) -> float:

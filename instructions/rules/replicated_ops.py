@@ -9,24 +9,22 @@ from math import prod
 from hapsynth.graph.ir import SCAN_SLICE, SCAN_STACK, Graph, Op
 from hapsynth.instructions.factors import Factors
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.instructions.rules.registry import entry_of, flops_of, is_priced, rule_name
+from hapsynth.instructions.rules.registry import entry_of, is_priced, rule_name
 
 
 @dataclass(frozen=True)
 class Uncovered:
     """The ops of one primitive that cannot be divided for one reason.
 
-    `without_rule`: no op of the kind can be divided, but in batch dimensions. `flops` and `nbytes` are theirs in all,
-    each op counted as often as it runs and as a kernel of its own; the shares are of the whole graph's.
+    `without_rule`: no op of the kind can be divided, but in batch dimensions. `nbytes`: what they read and write in
+    all, each op counted as often as it runs and as a kernel of its own; `bytes_share`: of the whole graph's.
     """
 
     primitive: str
     reason: str
     without_rule: bool
     count: int
-    flops: float
     nbytes: float
-    flops_share: float
     bytes_share: float
 
 
@@ -41,13 +39,13 @@ def uncovered(graph: Graph, table: FactorTable | None = None) -> tuple[Uncovered
         reason = why_whole(op, table[op.index])
         if reason is not None:
             found.setdefault((rule_name(op), reason), []).append(op)
-    all_flops, all_bytes = max(_flops(graph, graph.ops), 1.0), max(_nbytes(graph, graph.ops), 1.0)
+    all_bytes = max(_nbytes(graph, graph.ops), 1.0)
     rows: list[Uncovered] = []
     for (name, reason), ops in found.items():
-        flops, nbytes = _flops(graph, ops), _nbytes(graph, ops)
+        nbytes = _nbytes(graph, ops)
         bare = all((e := entry_of(op)) is None or bool(e.replicated) for op in ops)
-        rows.append(Uncovered(name, reason, bare, len(ops), flops, nbytes, flops / all_flops, nbytes / all_bytes))
-    return tuple(sorted(rows, key=lambda r: (-r.nbytes, -r.flops, r.primitive, r.reason)))
+        rows.append(Uncovered(name, reason, bare, len(ops), nbytes, nbytes / all_bytes))
+    return tuple(sorted(rows, key=lambda r: (-r.nbytes, r.primitive, r.reason)))
 
 
 _NOTABLE = 1e-3
@@ -86,10 +84,6 @@ def why_whole(op: Op, factors: Factors) -> str | None:
         return None
     reasons = dict.fromkeys(factors.blocked.values())
     return "; ".join(reasons) or "its operands are constants"
-
-
-def _flops(graph: Graph, ops: Iterable[Op]) -> float:
-    return sum((graph.runs[op.region] * flops_of(op) for op in ops), 0.0)
 
 
 def _nbytes(graph: Graph, ops: Iterable[Op]) -> float:

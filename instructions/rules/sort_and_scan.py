@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hapsynth.instructions.factors import Factors
-from hapsynth.instructions.rules.reduce import keeps
+from hapsynth.instructions.rules.reduce import extreme, keeps
 from hapsynth.instructions.rules.registry import register
 
 
@@ -19,16 +19,10 @@ def _cumsum(f: Factors) -> None:
     f.linear = ((0,),)
 
 
-@register("cummax")
-def _cummax(f: Factors) -> None:
+@register("cummax", "cummin")
+def _running_extreme(f: Factors) -> None:
     _running(f)
-    keeps(f, "max")
-
-
-@register("cummin")
-def _cummin(f: Factors) -> None:
-    _running(f)
-    keeps(f, "min")
+    keeps(f, extreme(f))
 
 
 @register("cumprod", "cumlogsumexp")

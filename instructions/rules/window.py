@@ -15,7 +15,7 @@ from jax import lax
 
 from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Factors, Local
-from hapsynth.instructions.rules.reduce import keeps
+from hapsynth.instructions.rules.reduce import extreme, keeps
 from hapsynth.instructions.rules.registry import bind, register
 from hapsynth.instructions.rules.slice import passing
 
@@ -53,16 +53,10 @@ def _reduce_window_sum(f: Factors) -> None:
     f.linear = ((0,),)
 
 
-@register("reduce_window_max", flops=_flops)
-def _reduce_window_max(f: Factors) -> None:
+@register("reduce_window_max", "reduce_window_min", flops=_flops)
+def _reduce_window_extreme(f: Factors) -> None:
     _window(f)
-    keeps(f, "max")
-
-
-@register("reduce_window_min", flops=_flops)
-def _reduce_window_min(f: Factors) -> None:
-    _window(f)
-    keeps(f, "min")
+    keeps(f, extreme(f))
 
 
 @register("reduce_window", flops=_flops)

@@ -1,9 +1,9 @@
 """What one program computes on padded shards, alike on all devices, rather than on exact ones in a branch per share.
 
-Exact shapes are for what takes time (DESIGN D1). A branch costs the same compile time however little it computes, and a
-switch more than a small stage: there all devices compute the shape of the largest shard. What lies behind a shard's own
-end is arbitrary then. An op that is cut along an index of its result computes nothing else from it; where it sums over
-the index, what lies behind is made the identity first.
+Exact shapes are for what takes time (decisions.md D1). A branch costs the same compile time however little it
+computes, and a switch more than a small stage: there all devices compute the shape of the largest shard. What lies
+behind a shard's own end is arbitrary then. An op that is cut along an index of its result computes nothing else from
+it; where it sums over the index, what lies behind is made the identity first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which values lie in memory: elementwise ops between others form one kernel with them (DESIGN D5).
+"""Which values lie in memory: elementwise ops between others form one kernel with them (decisions.md D5).
 
 Twice: `materialized` says what step times count as moved and searches as held, whatever XLA does; `FusionPlan` what
 XLA's kernels are.

@@ -1,4 +1,4 @@
-"""What instructions cost: measured or tabled devices and links (DESIGN D5).
+"""What instructions cost: measured or tabled devices and links (decisions.md D5).
 
 The cost of a program is the sum over its instructions of the time of the slowest device (HAP, EuroSys'24,
 section 4.3): by its roofline (`roofline.py`) for an op, and latency + bytes / bandwidth of the axis's link for a

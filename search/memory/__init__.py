@@ -1,1 +1,1 @@
-"""test_lesser_limits Bytes: of tensors over their lives, of XLA's kernels and schedule."""
+"""Bytes: of tensors over their lives, of XLA's kernels and schedule."""

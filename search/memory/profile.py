@@ -1,4 +1,4 @@
-"""The predicted peak of memory along a program, per device, as the form that it runs in allocates it (DESIGN D2).
+"""The predicted peak of memory along a program, per device, as the form that it runs in allocates it (decisions.md D2).
 
 Switch form: sharded tensors count at the size of the largest shard, as one HLO serves all devices and stores shards
 padded. Staged form: every device stores its own shards at exact size, and what collectives send and give, which is

@@ -1,4 +1,4 @@
-"""The whole search: programs and ratios in turn, memory, and the certificate (DESIGN D3, D4).
+"""The whole search: programs and ratios in turn, memory, and the certificate (decisions.md D3, D4).
 
 For a start ratio, the solver finds the best program and the linear program its best sizes; the search then runs
 again at those sizes, and so on until the cost stops falling. The best pair over all starts is kept. The last search

@@ -1,1 +1,1 @@
-"""test_many_devices Shard sizes of a program: a linear program per dimension class, then whole units."""
+"""Shard sizes of a program: a linear program per dimension class, then whole units."""

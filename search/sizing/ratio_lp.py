@@ -1,4 +1,4 @@
-"""The linear program over the ratios of all classes along the same mesh axes; the model is in `sizing.py`."""
+"""The linear program over the ratios of all classes along the same mesh axes; the model is in `sizer.py`."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def starts(costs: CostModel) -> list[tuple[Floats, EvenDims]]:
     """Weights of the devices to begin from, and what is cut evenly all the same: by speed but for the state, which is
     communicated at the size of its largest shard; by speed; even; by memory, where that is exact and unlike.
 
-    Sizes may leave devices out, and plans for fewer devices are made besides (`subclusters.py`).
+    Sizes may leave devices out, and plans for fewer devices are made besides (`planning/device_subsets.py`).
     """
     speed = proportional(costs.speed)
     found = [(speed, NOTHING)]

@@ -1,4 +1,5 @@
-"""Shard sizes of one program: a linear program per dimension class and kind of position, then whole units (DESIGN D4).
+"""Shard sizes of one program: a linear program per dimension class and kind of position, then whole units
+(decisions.md D4).
 
 Variables: ratio r[c, k] of class c at every position of kind k, its maximum m[c], and a time per distinct op.
     minimize    sum_j count_j t_j + sum_collectives latency + bytes(m) / bandwidth

@@ -13,14 +13,22 @@ from hapsynth._quantities import plural
 from hapsynth.graph.inline import REFUSED
 from hapsynth.instructions.rules import REGISTRY
 from hapsynth.instructions.rules.registry import MANY
-from hapsynth.report.tables import console, heading, table
+from hapsynth.report.tables import Table, console, heading
 from tests.coverage.reach import Reached, reached
 
 Status = OneOf["covered", "region", "needs replication", "refused", "unknown"]
 
 _INSIDE = "a collective over a named axis: it stands only inside shard_map or pmap, which the trace refuses"
 _STATE = "reads or changes a mutable reference: the trace refuses its effect by name"
-_BATCHED = "; batch dimensions are cut"
+_CUT = "; batch dimensions are cut"
+_REPLACED = "the plan's layouts replace it"
+_NOTES = {"sharding_constraint": _REPLACED, "reshard": _REPLACED, "device_put": "placed where the plan says"}
+
+_IN_BATCHES = """
+cholesky eig eigh geqrf hessenberg householder_product lu lu_pivots_to_permutation qr schur svd tridiagonal
+"""
+BATCHED = frozenset(_IN_BATCHES.split())
+"""They need replication, but in their batch dimensions."""
 
 REGIONS = ("scan", "while", "cond")
 """They hold programs of their own, which are planned as such."""
@@ -60,8 +68,8 @@ def row(name: str, where: str = "") -> Row:
     entry = REGISTRY.get(name)
     if entry is not None:
         if entry.replicated:
-            return Row(name, "needs replication", entry.replicated + (_BATCHED if entry.batched else ""), where)
-        return Row(name, "covered", entry.note, where)
+            return Row(name, "needs replication", entry.replicated + (_CUT if name in BATCHED else ""), where)
+        return Row(name, "covered", _NOTES.get(name, ""), where)
     status, why = _ELSEWHERE.get(name, ("unknown", "no sharding rule for this primitive"))
     return Row(name, status, why, where)
 
@@ -78,10 +86,10 @@ def print_coverage(out: Console, found: Reached) -> int:
     out.print(f"JAX {jax.__version__}: {plural(len(listed), 'primitive')} reached by {functions}")
     out.print(heading("Primitives"))
     headers = ["primitive", "status", "met first at", "why"]
-    out.print(table(headers, [[r.name, r.status, r.where, r.why] for r in listed], left=4))
+    out.print(Table(headers, [[r.name, r.status, r.where, r.why] for r in listed], left=4))
     if found.untraced:
         out.print(heading("Functions of which no call could be traced"))
-        out.print(table(["function", "why"], [list(item) for item in sorted(found.untraced.items())], left=2))
+        out.print(Table(["function", "why"], [list(item) for item in sorted(found.untraced.items())], left=2))
     counts = {status: sum(r.status == status for r in listed) for status in dict.fromkeys(r.status for r in listed)}
     out.print(", ".join(f"{n} {status}" for status, n in sorted(counts.items())))
     return counts.get("unknown", 0) + len(found.untraced)

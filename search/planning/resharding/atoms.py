@@ -1,4 +1,4 @@
-"""A dimension class as atoms that may be cut in shards of unlike sizes (DESIGN D4).
+"""A dimension class as atoms that may be cut in shards of unlike sizes (decisions.md D4).
 
 What a class cuts is divided into atoms: an instruction, a stored argument, an output. Atoms that cannot be cut apart
 are one: those that a fused chain joins, as what it makes is nowhere in memory to be sent, what is carried from a step

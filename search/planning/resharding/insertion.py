@@ -1,4 +1,4 @@
-"""Whether a dimension class changes its ratio along the program (DESIGN D4).
+"""Whether a dimension class changes its ratio along the program (decisions.md D4).
 
 A layer bound by memory bandwidth next to one bound by compute suits other sizes on devices whose two ratios differ. For
 each class the ratios that suit its ops are set against each other, two at a time: which instructions should take which,
