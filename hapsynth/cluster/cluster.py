@@ -36,12 +36,12 @@ Written as TOML (`examples/clusters/`). Units are never optional:
 
 `hapsynth profile` writes measured figures beside these, which go before them:
 
-    [kinds.small.measured.matmul]     # seconds by FLOPs, without the overhead; the third entry is the spread
-    float32 = [["4.2 MFLOP", "55 us", 0.02], ["537 MFLOP", "5.1 ms", 0.01]]
+    [kinds.small.measured.matmul]     # seconds by FLOPs, without the overhead
+    float32 = [["4.2 MFLOP", "55 us"], ["537 MFLOP", "5.1 ms"]]
 
     [kinds.small.ops."matmul:0123456789ab"]    # an op of a function by itself (`hapsynth profile --model`)
     op = "dot_general f32[4096,256] f32[256,512]"
-    seconds = [["134 MFLOP", "1.4 ms", 0.02], ["1.07 GFLOP", "9.7 ms", 0.01]]
+    seconds = [["134 MFLOP", "1.4 ms"], ["1.07 GFLOP", "9.7 ms"]]
 
     [collectives.data]                # along a mesh axis: seconds by bytes sent over the slowest link
     all_reduce = [["0 B", "18 us"], ["64 KiB", "44 us"], ["4 MiB", "1.6 ms"]]
@@ -390,7 +390,6 @@ class Cluster:
         without = replace(
             self,
             devices=tuple(kind.bare() for kind in self.devices),
-            collectives=_bare(self.collectives),
             profile={},
         )
         data = {key: value for key, value in without.to_dict().items() if key != "name"}
@@ -504,11 +503,6 @@ _KEYS = ("name", "axes", "network", "intra", "devices", "links", "kinds", "colle
 
 def _equally_full(hosts: Sequence[int]) -> bool:
     return len(set(Counter(hosts).values())) == 1
-
-
-def _bare(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str, Curve]]:
-    """Curves without their spread, which no cost depends on."""
-    return {key: {k: replace(curve, spread=()) for k, curve in by.items()} for key, by in curves.items()}
 
 
 def _runs(names: Sequence[str]) -> Iterator[str]:

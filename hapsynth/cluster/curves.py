@@ -1,7 +1,7 @@
 """Times by amount of work or of bytes: measured, as a profile keeps them (`Curve`), and modelled (`Lines`)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cached_property
 from typing import cast
@@ -19,22 +19,18 @@ class Curve:
     """Seconds by amount (FLOPs of an op, bytes on a wire): straight lines between measured points.
 
     `points`: (amount, seconds), both rising. Before the first point and after the last time is in proportion to the
-    amount; a first point at amount 0 is a latency. `spread`: of each point, how far its samples lay apart
-    as a fraction; () where it is not known; not compared.
+    amount; a first point at amount 0 is a latency.
 
     A time that never falls as the amount grows has an inverse, on which the lower bounds rest.
     Raises ValueError for points that don't rise.
     """
 
     points: tuple[tuple[float, float], ...]
-    spread: tuple[float, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "points", tuple((float(a), float(t)) for a, t in self.points))
         if not self.points:
             raise ValueError("has no point; measure at least one")
-        if self.spread and len(self.spread) != len(self.points):
-            raise ValueError(f"has {len(self.points)} points and {len(self.spread)} spreads; give one to each point")
         for amount, seconds in self.points:
             _units.check(amount, zero=True)
             _units.check(seconds)
@@ -117,29 +113,24 @@ class Lines:
 
 
 def read_curve(data: object, units: Mapping[str, Decimal]) -> Curve:
-    """The curve of a list of ["<amount> <unit>", "<time> <unit>"] or the same with the spread as a third entry.
+    """The curve of a list of ["<amount> <unit>", "<time> <unit>"]. Raises ValueError.
 
-    Raises ValueError.
+    A number may follow in each, which is not used: older profiles have the spread of the samples there.
     """
     example = f'write a list of points, like [["1 {list(units)[1]}", "20 us"]]'
     if not isinstance(data, list) or not data:
         raise ValueError(f"is not a curve; {example}")
     points: list[tuple[float, float]] = []
-    spread: list[float] = []
     for point in cast(list[object], data):
-        if not isinstance(point, Sequence) or isinstance(point, str) or len(cast(list[object], point)) not in (2, 3):
-            raise ValueError(f"has the point {point!r}; {example}")
-        amount, seconds, *rest = cast(list[object], point)
-        points.append((_units.parse(amount, units, zero=True), _units.parse(seconds, _units.TIME)))
-        if rest:
-            if isinstance(rest[0], bool) or not isinstance(rest[0], int | float):
-                raise ValueError(f"has the spread {rest[0]!r}, which must be a plain number")
-            spread.append(_units.check(float(rest[0]), zero=True))
-    return Curve(tuple(points), tuple(spread))
+        match point:
+            case [amount, seconds] | [amount, seconds, int() | float()]:
+                points.append((_units.parse(amount, units, zero=True), _units.parse(seconds, _units.TIME)))
+            case _:
+                raise ValueError(f"has the point {point!r}; {example}")
+    return Curve(tuple(points))
 
 
 def write_curve(curve: Curve, units: Mapping[str, Decimal]) -> list[list[object]]:
     """The list that `read_curve` reads back as an equal curve."""
     text: Callable[[float, Mapping[str, Decimal]], object] = _units.format
-    spread: list[list[object]] = [[s] for s in curve.spread] or [[] for _ in curve.points]
-    return [[text(a, units), text(t, _units.TIME), *s] for (a, t), s in zip(curve.points, spread, strict=True)]
+    return [[text(a, units), text(t, _units.TIME)] for a, t in curve.points]

@@ -217,9 +217,8 @@ class DeviceKind:
 
     def bare(self) -> "DeviceKind":
         """Without what no cost depends on."""
-        measured = {c: {d: replace(curve, spread=()) for d, curve in by.items()} for c, by in self.measured.items()}
-        ops = {s: MeasuredOp("", replace(op.curve, spread=())) for s, op in self.ops.items()}
-        return replace(self, measured=measured, ops=ops, source="", price_per_hour=None, card="")
+        ops = {s: MeasuredOp("", op.curve) for s, op in self.ops.items()}
+        return replace(self, ops=ops, source="", price_per_hour=None, card="")
 
 
 def _no_signature(text: str) -> str:

@@ -75,7 +75,7 @@ class Table:
         return self._checked(key, read, "a whole number")
 
     def curve(self, key: str, units: str) -> Curve:
-        """A list of points [amount, time] or [amount, time, spread]."""
+        """A list of points [amount, time]."""
         return self._checked(key, lambda v: read_curve(v, getattr(_units, units)), "the measured points")
 
     def text(self, key: str, hint: str = "a string") -> str:

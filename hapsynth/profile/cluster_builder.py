@@ -17,7 +17,7 @@ from hapsynth.cluster.granularity import DEFAULT_GRANULARITY, GPU_GRANULARITY
 from hapsynth.cluster.links import Link
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile.collectives import BASE, INSIDE, Axes, Exchange, Point, Points, link_of
-from hapsynth.profile.contention import ALONE, BESIDE, delayed_by, of_contention, small_gather
+from hapsynth.profile.contention import BESIDE, delayed_by, of_contention, small_gather
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, by_memory, groups, rounded, smooth, typical
 from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel, largest_matmul
@@ -169,20 +169,16 @@ class Builder:
         for axes, axis in dict.fromkeys((e.axes, e.axis) for e, _ in waits):
             link = axis_links(bare, axes)[[a for a, _ in axes].index(axis)]
             for step in COLLECTIVES:
-                points: list[tuple[float, float, float]] = []
-                for e, t in waits:
-                    if (e.axes, e.axis, e.step) == (axes, axis, step):
-                        wire = link.wire_bytes(step, e.block)
-                        points.append((wire, t, float(self.figures[e.key][:, 1].max())))
+                own = [(e, t) for e, t in waits if (e.axes, e.axis, e.step) == (axes, axis, step)]
+                points = [(link.wire_bytes(step, e.block), t) for e, t in own]
                 curve = smooth(points)
                 if curve is not None:
-                    first, spread = curve.points[0][1], curve.spread[0]
-                    start = (0.0, rounded(first * _LATENCY))
-                    curves.setdefault(axis, {})[step] = Curve((start, *curve.points), (spread, *curve.spread))
+                    start = (0.0, rounded(curve.points[0][1] * _LATENCY))
+                    curves.setdefault(axis, {})[step] = Curve((start, *curve.points))
                 if STEPS[step].over == "positions" and not (STEPS[step].splits and STEPS[step].joins):
                     # All links of a bare cluster are alike.
                     messages = PRICES[step].algorithms[0].latency(link) / link.latency
-                    lines.setdefault(axis, []).extend((messages, a, t) for a, t, _ in points)
+                    lines.setdefault(axis, []).extend((messages, a, t) for a, t in points)
         return curves, lines
 
     def _link(self, points: Points) -> Link:
@@ -194,21 +190,16 @@ class Builder:
     def _told(self) -> dict[str, object]:
         """Place and versions of the measurement, and the figures that no cost uses."""
         spread: dict[str, object] = {}
-        alone: dict[str, object] = {}
         dispatch: dict[str, object] = {}
-        for name, group, fit in zip(self.names, self.groups, self.fits, strict=True):
+        for name, fit in zip(self.names, self.fits, strict=True):
             largest = {k.family: fit.times[k.key][1] for k in fit.kernels}
             spread[name] = {"bandwidth": round(largest[STREAM], 3), "overhead": round(largest[LAUNCH], 3)}
             dispatch[name] = f"{fit.dispatch * 1e6:.1f} us"
-            matmul = largest_matmul(fit.kernels)
-            if ALONE in self.figures and matmul is not None:
-                alone[name] = round(fit.times[matmul.key][0] / float(np.median(self.figures[ALONE][group, 0])), 3)
         return {
             "jax": jax.__version__,
             "machines": ", ".join(dict.fromkeys(self.job.machines)),
             "devices": ", ".join(dict.fromkeys(d.device_kind for d in self.job.devices)),
             "when": time.strftime("%Y-%m-%d"),
             "dispatch": dispatch,
-            "slower_together": alone,
             "spread": spread,
         }

@@ -15,10 +15,8 @@ from hapsynth.profile.collectives import Exchange
 from hapsynth.profile.job import Job
 from hapsynth.profile.sampling import Floats
 
-ALONE = "alone"
-"""The figure: the largest matmul that was measured, again on one device at a time."""
 BESIDE = "beside"
-"""The figure: that matmul, beside the largest all-reduce of all devices."""
+"""The figure: the largest matmul that was measured, beside the largest all-reduce of all devices."""
 _DELAYED = "delayed/"
 _SMALL = 1 << 16
 """Bytes of a collective that takes little but the wait of its threads for a core."""

@@ -81,10 +81,10 @@ class KindFit:
             seconds -= self.overhead * kernel.launches
         return seconds / kernel.repeats
 
-    def points(self, family: str, dtype: str) -> list[tuple[float, float, float]]:
-        """(amount, seconds, spread) of one op, in order of size."""
+    def points(self, family: str, dtype: str) -> list[tuple[float, float]]:
+        """(amount, seconds) of one op, in order of size."""
         kernels = [k for k in self.kernels if (k.family, k.dtype) == (family, dtype)]
-        return [(k.amount, self.net(k), self.times[k.key][1]) for k in kernels]
+        return [(k.amount, self.net(k)) for k in kernels]
 
     def curve(self, family: str, dtype: str) -> Curve | None:
         """None where nothing took measurably long."""
@@ -95,7 +95,7 @@ class KindFit:
         measured: dict[str, MeasuredOp] = {}
         for signature, op in dict.fromkeys((k.family, k.op) for k in self.kernels if k.op):
             timed = [(k, *self.times[k.key]) for k in self.kernels if k.family == signature]
-            points = [(k.amount, self.net(k), spread) for k, whole, spread in timed if self.net(k) > spread * whole]
+            points = [(k.amount, self.net(k)) for k, whole, spread in timed if self.net(k) > spread * whole]
             if curve := smooth(points):
                 measured[signature] = MeasuredOp(op, curve)
         return measured
@@ -115,7 +115,7 @@ class KindFit:
     @property
     def bandwidth(self) -> float | None:
         """Bytes per second of the largest array that was streamed."""
-        streams = [(a, t) for a, t, _ in self.points(STREAM, "float32") if t > 0]
+        streams = [(a, t) for a, t in self.points(STREAM, "float32") if t > 0]
         return streams[-1][0] / streams[-1][1] if streams else None
 
 
@@ -127,16 +127,15 @@ def typical_kind(kernels: Sequence[Kernel], figures: Mapping[str, Floats]) -> De
     return KindFit(kernels, typical(times)).kind("typical", dtypes, 1, "")
 
 
-def smooth(points: Sequence[tuple[float, float, float]]) -> Curve | None:
-    """The curve of (amount, seconds, spread), times made to rise where they don't; None without points."""
+def smooth(points: Sequence[tuple[float, float]]) -> Curve | None:
+    """The curve of (amount, seconds), times made to rise where they don't; None without points."""
     if not points:
         return None
-    times = np.exp(isotonic_regression(np.log([t for _, t, _ in points])).x)
+    times = np.exp(isotonic_regression(np.log([t for _, t in points])).x)
     rising: list[float] = []
     for t in times.tolist():
         rising.append(max(t, rising[-1] * 1.001) if rising else t)
-    plain = [(a, rounded(t), round(s, 3)) for (a, _, s), t in zip(points, rising, strict=True)]
-    return Curve(tuple((a, t) for a, t, _ in plain), tuple(s for _, _, s in plain))
+    return Curve(tuple((a, rounded(t)) for (a, _), t in zip(points, rising, strict=True)))
 
 
 def rounded(figure: float) -> float:

@@ -49,13 +49,13 @@ def unlikely(where: str, fit: KindFit) -> Iterator[Implausible]:
     for family, dtype in dict.fromkeys((k.family, k.dtype) for k in usual):
         points = fit.points(family, dtype)
         keys = tuple(k.key for k in fit.kernels if (k.family, k.dtype) == (family, dtype))
-        amount, seconds, _ = points[-1]
+        amount, seconds = points[-1]
         what, most = ("bytes", MOST_BYTES) if family == STREAM else ("FLOP", MOST_FLOPS)
         if seconds <= 0:
             yield Implausible(f"{keys[-1]} on {where} takes no longer than starting it", keys)
         elif amount / seconds > most:
             yield Implausible(f"{keys[-1]} on {where} makes {amount / seconds:.2g} {what}/s", keys)
-        yield from falling(where, keys, [(a, t) for a, t, _ in points])
+        yield from falling(where, keys, points)
     # An op of a user's may be small, and XLA may have a slower kernel for a part of it.
     for signature, op in fit.ops().items():
         if (rate := max(a / t for a, t in op.curve.points)) > MOST_FLOPS:

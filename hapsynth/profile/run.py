@@ -16,7 +16,6 @@ from hapsynth.graph.ir import Graph
 from hapsynth.profile.cluster_builder import Builder, speed_groups
 from hapsynth.profile.collectives import Axes, Exchange, exchanges, runner
 from hapsynth.profile.contention import (
-    ALONE,
     BESIDE,
     beside,
     can_overlap,
@@ -89,7 +88,6 @@ def profile(
     ran = measuring.kernels(list(kernels(_dtypes(job, options), options.quick)))
     ran += measuring.kernels(_heavy(job, options, graph, ran, state.figures)) if graph is not None else []
     sent = measuring.exchanges(list(exchanges(axes, job.hosts, options.quick)) if job.n > 1 else [])
-    measuring.alone(ran)
     if not measuring.beside(ran, sent) and not job.lone:
         note("how much collectives slow computing down can't be measured here: no contention is written")
     # Now that much has been compiled and run: a CPU's process has grown by that, and will for a plan.
@@ -98,7 +96,7 @@ def profile(
     if doubts and not force:
         # By new ones devices may be grouped otherwise, or another matmul be the largest.
         doubted = {key for doubt in doubts for key in doubt.keys}
-        state.drop([key for key in state.figures if key in doubted or key == ALONE or of_contention(key)])
+        state.drop([key for key in state.figures if key in doubted or of_contention(key)])
         raise refusal(doubts, str(partial or ""))
     cluster = builder.cluster()
     for doubt in doubts:
@@ -159,23 +157,6 @@ class _Measuring:
             return False
         return before is None or float(self.state.figures[before][:, 0].max()) * growth <= self.options.longest_s
 
-    def alone(self, ran: Sequence[Kernel]) -> None:
-        kernel = largest_matmul(ran)
-        if kernel is None or ALONE in self.state.figures:
-            return
-        self.tell(ALONE)
-        rows: list[list[float]] = []
-        for process in range(jax.process_count()):
-            # The others wait here.
-            self.job.agree(True)
-            for i in self.job.local if process == jax.process_index() else ():
-                once = self.job.runner(kernel, [i])
-                once()
-                seconds, spread = self._sampled(once, lambda x: x)
-                rows.append([float(seconds[0]), float(spread[0])])
-            self.job.agree(True)
-        self._keep(ALONE, np.array(rows))
-
     def beside(self, ran: Sequence[Kernel], sent: Iterable[Exchange]) -> bool:
         """Whether computing beside a collective, and a collective beside computing, could be measured."""
         job, o, kernel = self.job, self.options, largest_matmul(ran)
@@ -218,14 +199,11 @@ class _Measuring:
             once = None
         # What one device can't run, or has no room for, is no figure of any.
         if self.job.agree(once is not None) and once is not None:
-            seconds, spread = self._sampled(once, self.job.least)
+            o = self.options
+            seconds, spread = sampled(once, self.job.least, o.tolerance, o.limit_s, o.window_s)
             self._keep(key, np.stack([seconds, spread], axis=1))
         else:
             self._keep(key, np.full((len(self.job.local), 2), np.nan))
-
-    def _sampled(self, once: Callable[[], Floats], least: Callable[[float], float]) -> tuple[Floats, Floats]:
-        o = self.options
-        return sampled(once, least, o.tolerance, o.limit_s, o.window_s)
 
     def _keep(self, key: str, seconds: Floats) -> None:
         self.state.add(key, self.job.gather(seconds))

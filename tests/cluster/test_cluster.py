@@ -382,7 +382,7 @@ def test_kinds_are_described_in_the_order_of_the_mesh(described: list[str], name
 
 
 def test_axes_of_the_mesh_count_where_the_cluster_has_one() -> None:
-    kind, curves = known_kinds()["T4"], {"all_reduce": Curve(((0.0, 1e-5), (1e6, 1e-3)), (0.0, 0.0))}
+    kind, curves = known_kinds()["T4"], {"all_reduce": Curve(((0.0, 1e-5), (1e6, 1e-3)))}
     one = Cluster("c", (kind,) * 8, (0,) * 8, Link(1e9, 1e-5), axes=(("data", 8),), collectives={"data": curves})
     two = one.along([("a", 2), ("b", 4), ("c", 1)])
     assert two.axes == (("a", 2), ("b", 4))

@@ -296,7 +296,7 @@ def test_a_wild_point_does_not_move_the_line() -> None:
 
 
 def test_times_are_made_to_rise() -> None:
-    curve = smooth([(1.0, 1.0, 0.1), (2.0, 3.0, 0.2), (4.0, 2.0, 0.3), (8.0, 5.0, 0.0)])
+    curve = smooth([(1.0, 1.0), (2.0, 3.0), (4.0, 2.0), (8.0, 5.0)])
     assert curve is not None
     times = [t for _, t in curve.points]
     assert times == pytest.approx([1.0, 6**0.5, 6**0.5, 5.0], rel=2e-3)
