@@ -19,7 +19,7 @@ from jax import lax
 
 from hapsynth._jax import is_extended
 from hapsynth.graph.ir import Graph
-from hapsynth.instructions.staging.buckets import joined
+from hapsynth.instructions.program.bundles import joined
 from hapsynth.instructions.staging.stages import Cond, Loop, Step
 
 Each = Callable[[Callable[[Any], Any], Any], Any]

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hapsynth.graph.ir import Graph, Literal
-from hapsynth.instructions.program.bundles import independent
+from hapsynth.instructions.program.bundles import independent, is_empty
 from hapsynth.instructions.program.program import Convert, Property, reads, writes
-from hapsynth.instructions.staging.buckets import is_empty
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage, Step
 
 

@@ -18,7 +18,7 @@ from hapsynth.graph.ir import Graph
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
-from hapsynth.lower._buckets import Bundle
+from hapsynth.lower._bundles import Bundle
 from hapsynth.lower._collective_order import Each, Order
 from hapsynth.lower._collectives import LOWERINGS
 from hapsynth.lower._device_groups import Group, groups_of

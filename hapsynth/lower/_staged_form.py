@@ -23,7 +23,7 @@ from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage
-from hapsynth.lower._buckets import Bundle, bundles
+from hapsynth.lower._bundles import Bundle, bundles
 from hapsynth.lower._collective_order import Order
 from hapsynth.lower._collective_thread import OverlappedCall, Transfer
 from hapsynth.lower._collectives import receive, send

@@ -21,14 +21,14 @@ from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.graph.ir import Boundary, Graph, Literal
 from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.layout import Layout
+from hapsynth.instructions.program.bundles import joined
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.registry import is_fusible
-from hapsynth.instructions.staging.buckets import joined
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage, Step
-from hapsynth.lower._buckets import Bundle, bundles
+from hapsynth.lower._bundles import Bundle, bundles
 from hapsynth.lower._collective_order import Each, Order, region_communicates
 from hapsynth.lower._collectives import LOWERINGS, send
 from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop

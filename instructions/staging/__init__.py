@@ -1,1 +1,1 @@
-"""From instructions to stages: fusion, buckets, rematerialization, the rows that a change of shard sizes moves."""
+"""From instructions to stages: fusion, rematerialization, the rows that a change of shard sizes moves."""

@@ -16,7 +16,7 @@ from typing import Any
 class LoweringOptions:
     """Defaults were chosen on CPUs: docs/design/lowering.md and processes.md tell by which measurements."""
 
-    # Bundles of collectives (`buckets.py`)
+    # Bundles of collectives (`program/bundles.py`)
     bundled_bytes: int = 1 << 20
     """Bytes on the wire, per device, up to which a collective goes together with others of its kind that wait for the
     same: as XLA's compilers for GPUs join them, and the lowering for CPUs. On GPUs parts of what bundles give that are
@@ -24,7 +24,7 @@ class LoweringOptions:
     bundle_bytes: int = 16 << 20
     """Bytes that go together at most, per device."""
 
-    # What arrives (`lower/_buckets.py`)
+    # What arrives (`lower/_bundles.py`)
     indexed_bytes: int = 1 << 17
     """Bytes that arrive, up to which a gather of single elements joins uneven parts: XLA's CPU backend compiles it in
     half the time of a concatenation of slices, or less, but the elements' numbers are a constant of the same size."""

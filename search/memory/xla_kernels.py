@@ -1,5 +1,5 @@
 """XLA's kernels of a program in switch form and which of them find their operands in memory; collectives that are
-bucketed (`lower/_buckets.py`) and how many bytes they send and give."""
+bundled (`lower/_bundles.py`) and how many bytes they send and give."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import numpy as np
 from hapsynth.graph.ir import Graph
 from hapsynth.instructions.collectives import Block, Exchanged
 from hapsynth.instructions.layout import Layout, cut_alone
-from hapsynth.instructions.program.bundles import family
+from hapsynth.instructions.program.bundles import as_planned, family, filled, joined
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.registry import is_fusible
-from hapsynth.instructions.staging.buckets import as_planned, filled, joined
 from hapsynth.instructions.staging.moved_rows import rounds
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.instructions.staging.stages import Stage, split

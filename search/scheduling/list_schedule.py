@@ -12,7 +12,7 @@ Willis 1992).
 Collectives that wait for a link when it sends go together: forward those of what has been made, backward those of what
 is used later. In a schedule of single ones others wait, as each of them has a latency of its own. In turn, from starts
 that are a little sooner or later each time, that is an iterated local search (`iterated`). Bundles are chosen by trials
-and cut besides (`buckets.py`). What remains is left to constraint programming (`constraint_programming.py`).
+and cut besides (`bundles.py`). What remains is left to constraint programming (`constraint_programming.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 from hapsynth.instructions.program.program import Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.scheduling.buckets import MORE_TRIALS, Apart, Trial, bundled, cut, rebundled
+from hapsynth.search.scheduling.bundles import MORE_TRIALS, Apart, Trial, bundled, cut, rebundled
 from hapsynth.search.scheduling.constraint_programming import polished
 from hapsynth.search.scheduling.idle_time import filled
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of

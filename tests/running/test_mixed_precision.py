@@ -24,12 +24,12 @@ import hapsynth
 from hapsynth.cli.main import main
 from hapsynth.graph.trace import Traced
 from hapsynth.instructions.program.program import Convert
-from hapsynth.lower import _buckets
+from hapsynth.lower import _bundles
 from hapsynth.plan import Plan
 from hapsynth.running import check
 from hapsynth.running.check import WIDENED, Reference
 
-exchange = _buckets.exchange
+exchange = _bundles.exchange
 Exchange = Callable[..., Any]
 
 # ---- mutations of a collective
@@ -92,7 +92,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, plan: Plan, mutation: Exchange) -> l
         changed.append(step)
         return mutation(sizes, name, step, x, *how)
 
-    monkeypatch.setattr(_buckets, "exchange", mutated)
+    monkeypatch.setattr(_bundles, "exchange", mutated)
     return changed
 
 

@@ -29,7 +29,7 @@ from hapsynth.lower import Lowered, lower_staged, own_mesh
 from hapsynth.lower._host_schedule import CollectiveStage
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import AxisLink
-from hapsynth.search.scheduling.buckets import MORE_TRIALS, Neighbours, Trial, cut, rebundled
+from hapsynth.search.scheduling.bundles import MORE_TRIALS, Neighbours, Trial, cut, rebundled
 from hapsynth.search.scheduling.idle_time import filled
 from hapsynth.search.scheduling.list_schedule import iterated, least_makespan, refined, schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, Transfer, tasks_of

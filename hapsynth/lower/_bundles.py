@@ -18,10 +18,9 @@ import numpy as np
 from jax import lax
 
 from hapsynth._jax import is_extended, itemsize
-from hapsynth.instructions.program.bundles import family
+from hapsynth.instructions.program.bundles import as_planned, family, filled
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.instructions.staging.buckets import as_planned, filled
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._collectives import LOWERINGS, blocks_of, exchange, exchange_first, join_numbers, joined, receive

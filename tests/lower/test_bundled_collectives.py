@@ -25,7 +25,7 @@ from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.gathered import gathered
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
-from hapsynth.lower._buckets import Bundle, bundles
+from hapsynth.lower._bundles import Bundle, bundles
 from hapsynth.plan import Form
 
 KINDS: dict[str, tuple[tuple[Layout, Layout], ...]] = {
