@@ -53,7 +53,7 @@ def one(name: str, cluster_name: str, rounds: int, path: Path) -> dict[str, Any]
 
     import hapsynth
     from hapsynth.cluster.cluster import DeviceKind, Link
-    from hapsynth.lower import lower
+    from hapsynth.lower import Lowered
 
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_compilation_cache_dir", None)
@@ -70,7 +70,7 @@ def one(name: str, cluster_name: str, rounds: int, path: Path) -> dict[str, Any]
         plan.save(path)
 
     def traced() -> Any:
-        form = lower(plan.traced.graph, plan.program, plan.sizes, mesh)
+        form = Lowered(plan.traced.graph, plan.program, plan.sizes, mesh)
         with jax.set_mesh(form.mesh):
             return form.function.trace(*(s.struct() for s in (*form.inputs, *form.constants)))
 

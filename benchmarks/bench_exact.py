@@ -22,7 +22,7 @@ from harness.timing import interleaved, report  # noqa: E402
 from hapsynth import Cluster  # noqa: E402
 from hapsynth.graph.trace import trace  # noqa: E402
 from hapsynth.instructions.program.sizes import Classes, Sizes  # noqa: E402
-from hapsynth.lower import lower  # noqa: E402
+from hapsynth.lower import Lowered  # noqa: E402
 from hapsynth.search.planning.baselines import Baselines  # noqa: E402
 from hapsynth.search.planning.task import Task  # noqa: E402
 
@@ -51,7 +51,7 @@ def lowered(units: int, shares: tuple[int, ...], mesh: jax.sharding.Mesh):
     classes = Classes.build(graph, program, task.factors)
     sizes = Sizes(graph, classes, tuple(tuple(s * c.units // units for s in shares) for c in classes.all))
     sizes.check(program.axes)
-    form = lower(graph, program, sizes, mesh, donate=False)
+    form = Lowered(graph, program, sizes, mesh, donate=False)
     rng = np.random.default_rng(0)
     values = [rng.normal(size=graph.values[v].shape).astype(np.float32) for v in graph.inputs]
     stored = [s.put(x, copy=True) for s, x in zip(form.inputs, values, strict=True)]

@@ -173,14 +173,14 @@ def random_program(fn: Any, args: Any, axes: tuple[tuple[str, int], ...], seed: 
 
     from hapsynth.graph.trace import trace
     from hapsynth.instructions.program.checker import check
-    from hapsynth.lower import lower
+    from hapsynth.lower import Lowered
 
     traced = trace(fn, args)
     maker = RandomProgram(traced.graph, axes, random.Random(seed), 0.4, 0.5 if fn.late else 0.0)
     program = maker.build()
     sizes = maker.sizes(program, "zeros" if seed % 3 == 0 else "skewed")
     check(traced.graph, program, sizes)
-    lowered = lower(traced.graph, program, sizes, mesh_of(math.prod(n for _, n in axes)))
+    lowered = Lowered(traced.graph, program, sizes, mesh_of(math.prod(n for _, n in axes)))
     return traced, program, sizes, lambda: run(lowered, args)
 
 

@@ -24,7 +24,7 @@ from thoroughness import THOROUGH
 import hapsynth
 from hapsynth.instructions.factors import Factors
 from hapsynth.instructions.program.checker import check
-from hapsynth.lower import Lowered, lower
+from hapsynth.lower import Lowered
 from hapsynth.plan import Plan
 from hapsynth.running.check import Reference, compare
 
@@ -45,7 +45,7 @@ def with_other_shares(plan: Plan, seed: int) -> Lowered:
     sizes = maker.sizes(plan.program, MODES[seed % len(MODES)])
     check(graph, plan.program, sizes)
     assert plan.mesh is not None
-    return lower(graph, plan.program, sizes, plan.mesh)
+    return Lowered(graph, plan.program, sizes, plan.mesh)
 
 
 FIRST, LAST = map(int, os.environ.get("HAPSYNTH_FUZZ", "0:25" if THOROUGH else "0:10").split(":"))

@@ -3,15 +3,15 @@
 from hapsynth.lower._collective_order import Each
 from hapsynth.lower._device_groups import Positions, alike, unlike_in_process
 from hapsynth.lower._exact_storage import ExactStorage, Shards, local_numbers, parts
-from hapsynth.lower._fused_form import Fused, lower_fused
+from hapsynth.lower._fused_form import Fused
 from hapsynth.lower._interpreter import Interpreter
 from hapsynth.lower._isolated import isolated_runs, ones, waits
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import Latencies, compile_with, each_of, is_pinned, options_of
 from hapsynth.lower._recorded_call import RecordedCall
-from hapsynth.lower._staged_form import Staged, lower_staged
+from hapsynth.lower._staged_form import Staged
 from hapsynth.lower._storage import Storage, host_array, local_positions, own_mesh, with_weak_type
-from hapsynth.lower._switch_form import Lowered, lower
+from hapsynth.lower._switch_form import Lowered
 from hapsynth.lower._unsupported import UnsupportedError, unsupported
 
 __all__ = [
@@ -36,9 +36,6 @@ __all__ = [
     "isolated_runs",
     "local_numbers",
     "local_positions",
-    "lower",
-    "lower_fused",
-    "lower_staged",
     "ones",
     "options_of",
     "own_mesh",

@@ -5,24 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any, ClassVar
 
 import jax
-from jax.sharding import Mesh
 
 from hapsynth import _jax
-from hapsynth.graph.ir import Graph
-from hapsynth.instructions.program.program import Program
-from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Stage
 from hapsynth.lower._control_flow import Env
 from hapsynth.lower._device_groups import Positions, alike
 from hapsynth.lower._exact_storage import ExactStorage, Shards
 from hapsynth.lower._mesh_position import MeshPosition
-from hapsynth.lower._pinned import Latencies
-from hapsynth.lower._storage import Storage, local_positions, own_mesh
+from hapsynth.lower._storage import Storage, local_positions
 from hapsynth.lower._switch_form import Lowered
 
 
@@ -77,36 +70,6 @@ class Fused(Lowered):
 
     def _switch(self, stage: Stage, env: Env, everyone: MeshPosition) -> None:
         self.local.run(stage.switch, env, everyone)
-
-
-def lower_fused(
-    graph: Graph,
-    program: Program,
-    sizes: Sizes,
-    mesh: Mesh,
-    *,
-    donate: bool = True,
-    options: LoweringOptions = DEFAULT,
-    latencies: Latencies | None = None,
-    scheduled: bool = False,
-    memory_limit_bytes: float = inf,
-    own: Positions = (),
-) -> Fused:
-    """Lower a checked program for this process's devices of `mesh`, or for those at `own`, whose shares are alike
-    (`alike`), as `lower` does."""
-    of = own_mesh(mesh, program.axes)
-    return Fused(
-        graph,
-        program,
-        sizes,
-        of,
-        donate,
-        options=options,
-        latencies=latencies,
-        scheduled=scheduled,
-        memory_limit_bytes=memory_limit_bytes,
-        own=own,
-    )
 
 
 def _exact(storage: Storage) -> ExactStorage:

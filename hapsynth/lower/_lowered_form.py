@@ -27,7 +27,7 @@ from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._interpreter import Interpreter
 from hapsynth.lower._pinned import Latencies, is_pinned, options_of
 from hapsynth.lower._recorded_call import RecordedCall
-from hapsynth.lower._storage import Storage
+from hapsynth.lower._storage import Storage, own_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +61,11 @@ def _placed(constant: Any, storage: Storage) -> _Placed:
 
 @dataclass(eq=False)
 class LoweredProgram(ABC):
-    """A program on stored arrays.
+    """A checked program on stored arrays, for the devices of `mesh`, whatever its axes are.
 
+    Raises ValueError where the mesh has another number of devices than the program.
+
+    With `donate` the arguments of carried state are consumed by a call, so that the new state can take their memory.
     `inputs`, `constants` and `outputs` say how each is stored (an output that is a literal has None); `donated` says
     which inputs a call consumes. `platform` is by default that of the mesh's devices. `latencies`: by which XLA is to
     schedule it, where it is prepared. `scheduled`: the program's order is a schedule of what is computed beside its
@@ -96,6 +99,10 @@ class LoweredProgram(ABC):
 
     def __post_init__(self) -> None:
         graph, program = self.graph, self.program
+        # Export's mesh is an abstract one.
+        mesh: Any = self.mesh
+        if isinstance(mesh, Mesh):
+            self.mesh = own_mesh(mesh, program.axes)
         platform = self.mesh.devices.flat[0].platform if self.platform is None else self.platform
         self.local = Interpreter(graph, self.sizes, platform)
         self.inputs = tuple(self._stored(v, program.inputs[v]) for v in graph.inputs)

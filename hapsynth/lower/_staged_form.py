@@ -14,14 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from hapsynth import _jax
-from hapsynth.graph.ir import Graph, Literal
+from hapsynth.graph.ir import Literal
 from hapsynth.hlo.collectives import collectives_of
-from hapsynth.instructions.program.program import Convert, Program
-from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
+from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage
 from hapsynth.lower._bundles import Bundle, bundles
 from hapsynth.lower._collective_order import Order
@@ -54,7 +52,7 @@ from hapsynth.lower._overlap import overlapped
 from hapsynth.lower._pinned import each_of
 from hapsynth.lower._recorded_call import RecordedCall, Recorder
 from hapsynth.lower._scopes import scope_of, scope_of_step
-from hapsynth.lower._storage import cut_to, own_mesh, pad_to, with_weak_type
+from hapsynth.lower._storage import cut_to, pad_to, with_weak_type
 
 Env = dict[Any, Any]
 Wire = Bundle | HostDecision
@@ -408,23 +406,6 @@ class Staged(LoweredProgram):
             jitted = jax.jit(fn, donate_argnums=tuple(donated), compiler_options=self.communicating_options)
             known[key] = jitted.lower(*wires)
         return known[key]
-
-
-def lower_staged(
-    graph: Graph,
-    program: Program,
-    sizes: Sizes,
-    mesh: Mesh,
-    *,
-    donate: bool = True,
-    options: LoweringOptions = DEFAULT,
-    overlap: bool = False,
-    spare_bytes: float = inf,
-) -> Staged:
-    """Lower a checked program to stages for this process's devices of `mesh`, as `lower` does. `overlap`,
-    `spare_bytes`: as of `Staged`."""
-    mesh = own_mesh(mesh, program.axes)
-    return Staged(graph, program, sizes, mesh, donate, options=options, overlap=overlap, spare_bytes=spare_bytes)
 
 
 def _is_scalar(wire: Wire) -> bool:

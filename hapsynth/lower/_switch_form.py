@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from math import inf
 from typing import Any, ClassVar
 
 import jax
@@ -18,15 +17,13 @@ from jax.sharding import Mesh, PartitionSpec
 from hapsynth import _jax
 from hapsynth._quantities import nbytes
 from hapsynth._warn import OverlapWarning, warn_user
-from hapsynth.graph.ir import Boundary, Graph, Literal
+from hapsynth.graph.ir import Boundary, Literal
 from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.bundles import joined
-from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property, reads, writes
-from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.program.program import Compute, Convert, Instruction, Property, reads, writes
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.registry import is_fusible
-from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.instructions.staging.stages import Cond, Loop, Stage, Step
 from hapsynth.lower._bundles import Bundle, bundles
 from hapsynth.lower._collective_order import Each, Order, region_communicates
@@ -34,10 +31,10 @@ from hapsynth.lower._collectives import LOWERINGS, send
 from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
 from hapsynth.lower._lowered_form import LoweredProgram
 from hapsynth.lower._mesh_position import MeshPosition
-from hapsynth.lower._pinned import Chain, Latencies, compile_with
+from hapsynth.lower._pinned import Chain, compile_with
 from hapsynth.lower._recorded_call import record_program
 from hapsynth.lower._scopes import scope_of_step
-from hapsynth.lower._storage import Storage, cut_to, own_mesh, pad_to, with_weak_type
+from hapsynth.lower._storage import Storage, cut_to, pad_to, with_weak_type
 
 
 class Lowered(LoweredProgram):
@@ -324,38 +321,6 @@ class Lowered(LoweredProgram):
         made = lax.switch(taken, [branch(m) for m in stage.members], *(env[p] for p in stage.reads))
         for p, x in zip(stage.writes, made, strict=True):
             env.setdefault(p, self.local.named(p, x))
-
-
-def lower(
-    graph: Graph,
-    program: Program,
-    sizes: Sizes,
-    mesh: Mesh,
-    *,
-    donate: bool = True,
-    options: LoweringOptions = DEFAULT,
-    latencies: Latencies | None = None,
-    scheduled: bool = False,
-    memory_limit_bytes: float = inf,
-) -> Lowered:
-    """Lower a checked program for the devices of `mesh`, whatever its axes are.
-
-    With `donate` the arguments of carried state are consumed by a call, so that the new state can take their memory.
-    `latencies`, `scheduled`, `memory_limit_bytes`: as of `LoweredProgram`.
-    Raises ValueError where the mesh has another number of devices than the program.
-    """
-    of = own_mesh(mesh, program.axes)
-    return Lowered(
-        graph,
-        program,
-        sizes,
-        of,
-        donate,
-        options=options,
-        latencies=latencies,
-        scheduled=scheduled,
-        memory_limit_bytes=memory_limit_bytes,
-    )
 
 
 def held_bytes(compiled: Any) -> int:

@@ -22,14 +22,12 @@ from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.lower import (
+    Fused,
     Latencies,
     Lowered,
     Staged,
     is_pinned,
     local_numbers,
-    lower,
-    lower_fused,
-    lower_staged,
     own_mesh,
 )
 from hapsynth.running.arguments import Arguments
@@ -287,14 +285,14 @@ class Planned(ABC):
         given, options = (self.traced.graph, self.program, self.sizes, self.mesh), self.result.lowering
         if self.form == "staged":
             limits, held = self.result.memory_limit_bytes, self.held_bytes
-            return lower_staged(
+            return Staged(
                 *given,
                 donate=donate,
                 options=options,
                 overlap=self.overlap,
                 spare_bytes=min(limits[d] - held[d] for d in self.devices),
             )
-        whole = lower if self.form == "switch" else lower_fused
+        whole = Lowered if self.form == "switch" else Fused
         return whole(
             *given,
             donate=donate,

@@ -25,7 +25,7 @@ from hapsynth.hlo.latency_profile import latency_profile
 from hapsynth.hlo.replay import Replay, replay
 from hapsynth.hlo.text import HloError
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.lower import Latencies, Lowered, Staged, alike, compile_with, lower, lower_fused, lower_staged, own_mesh
+from hapsynth.lower import Fused, Latencies, Lowered, Staged, alike, compile_with, own_mesh
 from hapsynth.running.form import Chosen, Form, chosen_form, held_bytes, only_exact
 from hapsynth.running.plan_file import read_plan
 from hapsynth.search.cost.collective_price import NetworkPrice
@@ -159,7 +159,7 @@ class _Saved:
 
     def switch(self) -> _Compiled:
         """The one program."""
-        lowered = self._lowered(partial(lower, scheduled=self.result.overlap), processes=True)
+        lowered = self._lowered(partial(Lowered, scheduled=self.result.overlap), processes=True)
         assert isinstance(lowered, Lowered)
         made, without = compiled_of(lowered.lower(), self.latencies)
         text = made.as_text()
@@ -172,7 +172,7 @@ class _Saved:
         own = [places[i] for i in self.own]
         peaks, texts, without = list[int](), list[str](), False
         for numbers in alike(self.result.sizes, own):
-            of_these = partial(lower_fused, own=(own[numbers[0]],), scheduled=self.result.overlap)
+            of_these = partial(Fused, own=(own[numbers[0]],), scheduled=self.result.overlap)
             made, each = compiled_of(self._lowered(of_these, processes=True).lower(), self.latencies)
             peaks.append(_peak(made))
             texts.append(made.as_text())
@@ -187,7 +187,7 @@ class _Saved:
 
     def staged(self) -> _Compiled:
         """The stages of a device of this kind, and the collective stages, in order; the peak of the largest."""
-        of_all, of_one = self._lowered(lower_staged, processes=False), self._lowered(lower_staged, processes=True)
+        of_all, of_one = self._lowered(Staged, processes=False), self._lowered(Staged, processes=True)
         assert isinstance(of_all, Staged)
         assert isinstance(of_one, Staged)
         groups = [k for k, group in enumerate(of_all.groups) if {*self.own} & {*group.numbers}]

@@ -33,7 +33,7 @@ from hapsynth.instructions.program.program import (
 )
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.lower import lower
+from hapsynth.lower import Lowered
 from hapsynth.running.check import relative_error
 
 STEPS = 200
@@ -191,7 +191,7 @@ def run_walk(name: str, seed: int, steps: int = STEPS) -> Walk:
     program = walk.run(steps)
     sizes = drawn_sizes(graph, program, walk.rng)
     check(graph, program, sizes)
-    lowered = lower(graph, program, sizes, first_devices(DEVICES), donate=False)
+    lowered = Lowered(graph, program, sizes, first_devices(DEVICES), donate=False)
     leaves = jax.tree.leaves(args)
     got = lowered([s.put(x, copy=True) for s, x in zip(lowered.inputs, leaves, strict=True)])
     want = jax.tree.leaves(jax.jit(fn)(*args))

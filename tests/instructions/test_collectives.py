@@ -30,7 +30,7 @@ from hapsynth.instructions.program.program import Convert, Program, ProgramError
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
-from hapsynth.lower import _interpreter, lower, lower_staged
+from hapsynth.lower import Lowered, Staged, _interpreter
 from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._collectives import LOWERINGS, BlockLowering
 from hapsynth.plan import Form
@@ -168,7 +168,7 @@ def assert_the_same(name: str, lengths: tuple[int, ...], kind: str) -> None:
     _, buffers = wires(graph, program, [], ALONE.bundled_bytes, {})
     assert all(0 < b.nbytes <= n * 4 * prod(SHAPE) for b in buffers)
     xs = [i + np.arange(prod(SHAPE), dtype=np.float32).reshape(SHAPE) for i in range(len(found))]
-    for form in (lower, lower_staged):
+    for form in (Lowered, Staged):
         lowered = form(graph, program, sizes, mesh, donate=False, options=ALONE)
         made = lowered([s.put(x, copy=True) for s, x in zip(lowered.inputs, xs, strict=True)])
         for (source, target), storage, x, y in zip(found, lowered.outputs, xs, made, strict=True):
@@ -188,7 +188,7 @@ def test_what_is_counted_is_what_is_sent(name: str, lengths: tuple[int, ...], ki
         graph, program = program_of(STEPS[name], [(source, target)], lengths)
         sizes = sized(graph, program, kind)
         (step,) = (i for i in program.instructions if isinstance(i, Convert) and i.source == source)
-        staged = lower_staged(graph, program, sizes, mesh, donate=False)
+        staged = Staged(graph, program, sizes, mesh, donate=False)
         (wire,) = staged.sent((step,))
         nbytes = [4.0 * prod(x.shape) for x in (staged.wire(wire), staged.arrived(wire))]
         (wired,) = step.collective.wired(source, target, step.axis, lengths[-1])
@@ -209,7 +209,7 @@ def test_what_rounds_send_is_counted(name: str, lengths: tuple[int, ...], kind: 
         graph, program = program_of(STEPS[name], [(source, target)], lengths)
         sizes = sized(graph, program, kind)
         (step,) = (i for i in program.instructions if isinstance(i, Convert) and i.step == name)
-        staged = lower_staged(graph, program, sizes, mesh, donate=False)
+        staged = Staged(graph, program, sizes, mesh, donate=False)
         (wire,) = staged.sent((step,))
         nbytes = [4.0 * prod(x.shape) for x in (staged.wire(wire), staged.arrived(wire))]
         (bundle,) = bundles(graph, program, [step], sizes, partial(padded_bytes, sizes), DEFAULT)
@@ -239,7 +239,7 @@ def test_a_device_by_itself_gets_what_it_would_of_others(name: str, kind: str) -
         graph, program = program_of(STEPS[name], [(source, target)], (4,))
         sizes = sized(graph, program, kind)
         (step,) = (i for i in program.instructions if isinstance(i, Convert) and i.step == name)
-        staged = lower_staged(graph, program, sizes, mesh, donate=False)
+        staged = Staged(graph, program, sizes, mesh, donate=False)
         (wire,) = staged.sent((step,))
         alone = jax.eval_shape(partial(LOWERINGS[name].alone, sizes, step), staged.wire(wire))
         assert alone.shape == staged.arrived(wire).shape

@@ -19,7 +19,7 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.lower import lower
+from hapsynth.lower import Lowered
 
 X = np.arange(8, dtype=np.float32)
 WIDE = np.arange(24, dtype=np.float32).reshape(3, 8)
@@ -76,7 +76,7 @@ def cut_program(fn: Callable[..., Any], args: Any, n: int) -> Any:
     shares = [tuple(np.bincount(np.arange(c.units) * n // c.units, minlength=n).tolist()) for c in classes.all]
     sizes = Sizes(graph, classes, tuple(shares))
     check(graph, program, sizes)
-    return lower(graph, program, sizes, first_devices(n))
+    return Lowered(graph, program, sizes, first_devices(n))
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -101,5 +101,5 @@ def test_pieces_of_a_window_are_cut_where_they_should(n: int) -> None:
     classes = Classes.build(graph, program, table)
     sizes = Sizes(graph, classes, ((8 // n,) * n,) * len(classes.all))
     check(graph, program, sizes)
-    (got,) = run(lower(graph, program, sizes, first_devices(n)), args)
+    (got,) = run(Lowered(graph, program, sizes, first_devices(n)), args)
     np.testing.assert_array_equal(got, args[0][2:])

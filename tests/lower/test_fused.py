@@ -16,13 +16,13 @@ import hapsynth
 from hapsynth import _jax
 from hapsynth.hlo.collectives import collectives_of
 from hapsynth.instructions.program.program import Convert
-from hapsynth.lower import Fused, Lowered, alike, lower, lower_fused
+from hapsynth.lower import Fused, Lowered, alike
 from hapsynth.lower._collective_order import Order
 from hapsynth.plan import Plan
 from hapsynth.running.form import chosen_form
 
 
-def compiled(plan: Plan, at: tuple[int, ...] = (), form: Any = lower_fused) -> Any:
+def compiled(plan: Plan, at: tuple[int, ...] = (), form: Any = Fused) -> Any:
     """The program of the devices at a place of the plan's mesh."""
     assert plan.mesh is not None
     lowered = form(plan.traced.graph, plan.program, plan.sizes, plan.mesh, options=plan.result.lowering, own=(at,))
@@ -63,7 +63,7 @@ def whether(w: Any, x: Any) -> Any:
     return jnp.tanh(x @ w) > 0, known, jnp.any(x > 0, 0)
 
 
-@pytest.mark.parametrize("form", [lower_fused, lower])
+@pytest.mark.parametrize("form", [Fused, Lowered])
 def test_bools_are_sent_where_types_are_not_promoted(form: Any) -> None:
     with jax.numpy_dtype_promotion("strict"):
         plan = planned(Case(whether), first_devices(2), "switch", (0.5, 0.5))

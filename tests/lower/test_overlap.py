@@ -34,7 +34,7 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.lower import Staged, lower_staged
+from hapsynth.lower import Staged
 from hapsynth.lower._collective_thread import OverlappedCall, Transfer
 from hapsynth.lower._host_schedule import CollectiveStage, HostLoop, LocalStage
 from hapsynth.lower._staged_form import Run
@@ -44,7 +44,7 @@ from hapsynth.search.memory.profile import MemoryProfile
 
 def overlapping(plan: hapsynth.Plan) -> Staged:
     graph, program, sizes = plan.traced.graph, plan.program, plan.sizes
-    return lower_staged(graph, program, sizes, plan.mesh, overlap=True)
+    return Staged(graph, program, sizes, plan.mesh, overlap=True)
 
 
 def results(staged: Staged, leaves: Any) -> list[Any]:
@@ -100,7 +100,7 @@ def assert_right_at_random(fn: Any, args: Any, axes: Any, mode: str, seed: int, 
     sizes = maker.sizes(program, mode)
     check(traced.graph, program, sizes)
     spare_bytes = 0 if mode == "zeros" else inf
-    staged = lower_staged(traced.graph, program, sizes, first_devices(devices), overlap=True, spare_bytes=spare_bytes)
+    staged = Staged(traced.graph, program, sizes, first_devices(devices), overlap=True, spare_bytes=spare_bytes)
     assert_close(results(staged, jax.tree.leaves(args)), jax.jit(fn)(*args))
 
 
@@ -308,7 +308,7 @@ def by_rows(fn: Any, args: Any, **options: Any) -> Staged:
     classes = Classes.build(graph, program, table)
     sizes = Sizes(graph, classes, ((3, 3),) * len(classes.all))
     check(graph, program, sizes)
-    return lower_staged(graph, program, sizes, first_devices(2), overlap=True, **options)
+    return Staged(graph, program, sizes, first_devices(2), overlap=True, **options)
 
 
 def under_way(staged: Staged) -> list[int]:

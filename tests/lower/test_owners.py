@@ -21,7 +21,7 @@ from hapsynth.instructions.program.program import Compute, Convert, Program, Pro
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT
-from hapsynth.lower import lower, lower_staged
+from hapsynth.lower import Lowered, Staged
 
 SENT = replace(DEFAULT, gathered_bytes=0)
 """Small values too go to their owners, where all would have them as quickly."""
@@ -52,10 +52,10 @@ def test_random_programs_with_owners(name: str, mode: str, axes: str) -> None:
     traced = trace(fn, args)
     program, sizes = drawn(traced, AXES[axes], SEED, mode)
     want, mesh = jax.jit(fn)(*args), mesh_of(prod(n for _, n in AXES[axes]))
-    assert_close(run(lower(traced.graph, program, sizes, mesh, options=SENT), args), want)
+    assert_close(run(Lowered(traced.graph, program, sizes, mesh, options=SENT), args), want)
     if len(program.instructions) > FEW and not THOROUGH:
         return
-    staged = lower_staged(traced.graph, program, sizes, mesh, donate=False)
+    staged = Staged(traced.graph, program, sizes, mesh, donate=False)
     stored = staged([s.put(x, copy=True) for s, x in zip(staged.inputs, jax.tree.leaves(args), strict=True)])
     assert_close([x if s is None else s.fetch(x) for s, x in zip(staged.outputs, stored, strict=True)], want)
 
@@ -92,7 +92,7 @@ def test_one_device_computes_for_all(owner: int) -> None:
     check(traced.graph, program, sizes)
     assert program.collectives() == {"broadcast": 1, "reduce": 1}
     assert f"O({owner})" in program.text(traced.graph)
-    lowered = lower(traced.graph, program, sizes, mesh_of(4), options=SENT)
+    lowered = Lowered(traced.graph, program, sizes, mesh_of(4), options=SENT)
     assert_close(run(lowered, (X,)), (X * 0.5,))
     text = lowered.lower().as_text()
     # Two rounds up and two down.

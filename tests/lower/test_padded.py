@@ -25,7 +25,7 @@ from hapsynth.instructions.program.program import Compute, Convert, Program
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT
 from hapsynth.instructions.staging.stages import Stage
-from hapsynth.lower import Lowered, lower
+from hapsynth.lower import Lowered
 
 SPEEDS = (7.0, 1.0, 3.0, 2.0)
 
@@ -100,7 +100,7 @@ def test_no_number_is_left_behind_what_another_axis_has_summed() -> None:
     (z,) = traced.graph.ops[1].results
     program = summed_columns(traced, x, z)
     sizes = sized(traced, program, (4, 1), (2, 2))
-    form = lower(traced.graph, program, sizes, mesh_of(4))
+    form = Lowered(traced.graph, program, sizes, mesh_of(4))
     (storage,), (output,) = form.inputs, form.outputs
     assert output is not None
     assert not output.is_even

@@ -14,7 +14,7 @@ from slow_devices import slow_cluster
 
 import hapsynth
 from hapsynth.graph.trace import trace
-from hapsynth.lower import lower_fused
+from hapsynth.lower import Fused
 
 HERE = Path(__file__).name
 W, X = {"up": np.ones((16, 32), np.float32), "down": np.ones((32, 16), np.float32)}, np.ones((64, 16), np.float32)
@@ -64,7 +64,7 @@ def texts(plan: hapsynth.Plan, form: str) -> list[str]:
             return [plan.lower().compile().as_text()]
         case "fused":
             asked = plan.traced.graph, plan.program, plan.sizes, plan.mesh
-            each = [lower_fused(*asked, options=plan.result.lowering, own=((i,),)) for i in range(2)]
+            each = [Fused(*asked, options=plan.result.lowering, own=((i,),)) for i in range(2)]
             return [lowered.lower().compile().as_text() for lowered in each]
         case _:
             plan = hapsynth.Plan(plan.traced, plan.result, plan.cluster, plan.mesh, plan.fn, form="staged")

@@ -30,7 +30,7 @@ from hapsynth.instructions.layout import S
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Convert, Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
-from hapsynth.lower import Shards, Staged, UnsupportedError, lower_staged
+from hapsynth.lower import Shards, Staged, UnsupportedError
 from hapsynth.lower._host_schedule import CollectiveStage, HostCond, HostLoop, LocalStage
 from hapsynth.lower._interpreter import Interpreter
 from hapsynth.plan import Form, Plan
@@ -196,7 +196,7 @@ def test_a_random_program_of_two_axes() -> None:
     program = maker.build()
     sizes = maker.sizes(program, "zeros")
     check(traced.graph, program, sizes)
-    staged = lower_staged(traced.graph, program, sizes, first_devices(4))
+    staged = Staged(traced.graph, program, sizes, first_devices(4))
     made = staged([s.put(x, copy=True) for s, x in zip(staged.inputs, args, strict=True)])
     assert_close([s.fetch(x) for s, x in zip(staged.outputs, made, strict=True) if s], jax.jit(chain)(*args))
 
@@ -207,7 +207,7 @@ def test_a_scan_without_iterations_that_the_host_runs() -> None:
     maker = RandomProgram(traced.graph, 4, random.Random(0))
     program = maker.build()
     sizes = maker.sizes(program, "skewed")
-    staged = lower_staged(traced.graph, program, sizes, first_devices(4))
+    staged = Staged(traced.graph, program, sizes, first_devices(4))
     assert any(isinstance(item, HostLoop) for item in staged.items)
     made = staged([s.put(x, copy=True) for s, x in zip(staged.inputs, args, strict=True)])
     got = [x if s is None else s.fetch(x) for s, x in zip(staged.outputs, made, strict=True)]
@@ -292,7 +292,7 @@ def test_shards_without_elements_have_their_own_shapes() -> None:
     program = Program((("d", 4),), {0: (S(0),)}, (Convert(0, 0, (S(0),), (S(1),)),), ((S(1),),))
     sizes = Sizes(graph, Classes.build(graph, program), ((0, 0, 11, 1), (0, 0, 7, 1)))
     check(graph, program, sizes)
-    staged = lower_staged(graph, program, sizes, first_devices(4), donate=False)
+    staged = Staged(graph, program, sizes, first_devices(4), donate=False)
     (made,) = staged([staged.inputs[0].put(x, copy=True)])
     assert [part.shape for part in made.arrays] == [(12, 0), (12, 0), (12, 7), (12, 1)]
     assert staged.outputs[0] is not None

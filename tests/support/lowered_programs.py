@@ -18,7 +18,7 @@ from hapsynth.graph.trace import Traced
 from hapsynth.instructions.collectives import Hosts
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
-from hapsynth.lower import Lowered, lower
+from hapsynth.lower import Lowered
 
 MODES = ("equal", "skewed", "zeros", "one")
 
@@ -35,7 +35,7 @@ def random_lowered(
     program = maker.build()
     sizes = maker.sizes(program, mode)
     check(traced.graph, program, sizes)
-    return lower(traced.graph, program, sizes, mesh_of(prod(size for _, size in program.axes)), options=options)
+    return Lowered(traced.graph, program, sizes, mesh_of(prod(size for _, size in program.axes)), options=options)
 
 
 def some_hosts(n: int, *, equal: bool) -> Hosts:

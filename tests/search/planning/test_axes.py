@@ -31,7 +31,7 @@ from hapsynth.graph.trace import trace
 from hapsynth.instructions.factors import cutting
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute
-from hapsynth.lower import lower
+from hapsynth.lower import Lowered
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.plan import Plan
 from hapsynth.running.check import relative_error
@@ -45,7 +45,7 @@ GROUPS = {"[[0, 1, 2, 3], [4, 5, 6, 7]]": "b", "[[0, 4], [1, 5], [2, 6], [3, 7]]
 
 def test_a_reduction_over_two_axes_is_three_collectives() -> None:
     traced, program = product()
-    lowered = lower(traced.graph, program, sized(traced, program, (2,) * 8, (2,) * 4), mesh(2, 4))
+    lowered = Lowered(traced.graph, program, sized(traced, program, (2,) * 8, (2,) * 4), mesh(2, 4))
     found = re.findall(EMITTED, lowered.lower().as_text())
     steps = [(name, GROUPS.get(groups, groups) or axis) for name, groups, axis in found]
     assert steps == [("reduce_scatter", "b"), ("all_reduce", "a"), ("all_gather", "b")]
@@ -78,7 +78,7 @@ def test_its_shares_may_be_of_any_lengths() -> None:
     traced, program = product()
     sizes = sized(traced, program, (1, 0, 4, 2, 5, 3, 1, 0), (3, 0, 4, 1))
     x, y = floats(8, 16), floats(16, 24)
-    assert_close(run(lower(traced.graph, program, sizes, mesh(8)), (x, y)), x @ y)
+    assert_close(run(Lowered(traced.graph, program, sizes, mesh(8)), (x, y)), x @ y)
 
 
 class Nested(RandomProgram):
@@ -103,7 +103,7 @@ def test_shards_of_shards_know_their_place(seed: int) -> None:
     program = maker.build()
     sizes = maker.sizes(program, "skewed")
     check(traced.graph, program, sizes)
-    assert_close(run(lower(traced.graph, program, sizes, mesh(8)), args), jax.jit(by_place)(*args))
+    assert_close(run(Lowered(traced.graph, program, sizes, mesh(8)), args), jax.jit(by_place)(*args))
 
 
 # ---- what is emitted
@@ -141,7 +141,7 @@ def test_even_shards_take_neither_switch_nor_padding(seed: int) -> None:
     program = maker.build()
     sizes = maker.sizes(program, "equal")
     assert all(len(set(shares)) == 1 for shares in sizes.shares)
-    names = {name for name, _ in emitted(lower(traced.graph, program, sizes, mesh(2, 4)))}
+    names = {name for name, _ in emitted(Lowered(traced.graph, program, sizes, mesh(2, 4)))}
     assert names & COLLECTIVES
     assert names.isdisjoint({"cond", "pad"})
 

@@ -23,7 +23,7 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
-from hapsynth.lower import lower, lower_staged
+from hapsynth.lower import Lowered, Staged
 from hapsynth.running.check import Reference, compare
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import conversion_cost, program_cost
@@ -93,7 +93,7 @@ def assert_equal(fn: Any, args: Any, axes: tuple[tuple[str, int], ...], form: st
     sizes = maker.sizes(program, "zeros" if seed % 2 else "skewed")
     check(graph, program, sizes)
     assert all(i.region == 0 for i in reshares(program))
-    made = (lower if form == "switch" else lower_staged)(graph, program, sizes, mesh_of(4))
+    made = (Lowered if form == "switch" else Staged)(graph, program, sizes, mesh_of(4))
     leaves = jax.tree.leaves(args)
     # Sums that nearly cancel agree to their noise.
     got = run_form(made, args, form)

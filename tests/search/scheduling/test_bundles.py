@@ -25,7 +25,7 @@ from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Convert, Program, ProgramError
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import LoweringOptions
-from hapsynth.lower import Lowered, lower_staged, own_mesh
+from hapsynth.lower import Lowered, Staged, own_mesh
 from hapsynth.lower._host_schedule import CollectiveStage
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import AxisLink
@@ -357,7 +357,7 @@ def test_bundles_that_cannot_be(plan: hapsynth.Plan) -> None:
 
 def test_devices_send_as_the_program_says(plan: hapsynth.Plan) -> None:
     graph, program, sizes = plan.traced.graph, plan.program, plan.sizes
-    staged = lower_staged(graph, program, sizes, first_devices(4), overlap=True)
+    staged = Staged(graph, program, sizes, first_devices(4), overlap=True)
     stages = [item.steps for item in staged.items if isinstance(item, CollectiveStage)]
     numbers = [tuple(step.bundle for step in steps if isinstance(step, Convert)) for steps in stages]
     assert all(len(set(n)) == 1 and (len(n) == 1) == (n[0] == 0) for n in numbers)
