@@ -25,8 +25,8 @@ FREE = frozenset(
 )
 """What starts no kernel."""
 _BITS = {"pred": 8, "token": 0, "c64": 64, "c128": 128}
-_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
-_NAMES |= {"c64": "complex64", "c128": "complex128"}
+_FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+_NAMES = {**_FLOATS, "c64": "complex64", "c128": "complex128"}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape")

@@ -114,7 +114,7 @@ class CostModel:
         """float64 [devices]: seconds by which a collective takes longer beside computing of each."""
         self.room = room
         self.links = axis_links(cluster, self.axes)
-        self._speeds: dict[tuple[str, str], Speeds] = {}
+        self._speeds: dict[tuple[str, str, bool], Speeds] = {}
         self._kinds_along: dict[tuple[int, ...], Ints] = {}
         self._ideal: dict[Work, float] = {}
         self._cut_works: dict[tuple[int, int], tuple[Triples, CutWork]] = {}

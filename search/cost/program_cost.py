@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hapsynth.graph.ir import Graph
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Compute, Convert, Instruction, Program, Property
 from hapsynth.instructions.program.sizes import Node, Sizes
@@ -126,10 +127,30 @@ def by_cheapest_steps(program: Program, sizes: Sizes, costs: CostModel, *, bundl
     )
 
 
+def without_unread(program: Program, graph: Graph) -> Program:
+    """The program without conversions that are made again before anything reads them, as those of uses that gather
+    anew each (ZeRO-3) where the order has them side by side; itself where there are none."""
+    waiting: dict[Property, tuple[int, int]] = {}
+    unread: set[int] = set()
+    for at, (instruction, (needs, results)) in enumerate(zip(program.instructions, program.accesses(graph))):
+        for held in needs:
+            waiting.pop(held, None)
+        if isinstance(instruction, Convert):
+            (made,), region = results, instruction.region
+            before, there = waiting.get(made, (at, region))
+            # What a branch or a loop makes again, others may read as it was.
+            if before < at and there == region:
+                unread.add(before)
+            waiting[made] = at, region
+    kept = tuple([i for at, i in enumerate(program.instructions) if at not in unread])
+    return replace(program, instructions=kept) if unread else program
+
+
 def in_fewest_collectives(program: Program, costs: CostModel) -> Program:
-    """The program with every two collectives of a value in a row as one, where there is one and nothing else reads what
-    is between: an all-reduce for a reduce-scatter and an all-gather; itself where there are none. By itself the one may
-    take longer, and among others like it less: they go together."""
+    """The program without conversions that nothing reads, and with every two collectives of a value in a row as one,
+    where there is one and nothing else reads what is between: an all-reduce for a reduce-scatter and an all-gather;
+    itself where there are none. By itself the one may take longer, and among others like it less: they go together."""
+    program = without_unread(program, costs.graph)
     graph, around = costs.graph, {*costs.graph.ties.values()}
     readers: dict[Property, list[int]] = {}
     for at, (needs, _) in enumerate(program.accesses(graph)):

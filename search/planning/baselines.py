@@ -39,7 +39,7 @@ from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.factor_table import cut_nodes
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.cost.program_cost import by_cheapest_steps, program_cost
+from hapsynth.search.cost.program_cost import by_cheapest_steps, program_cost, without_unread
 from hapsynth.search.formulation.choice_space import Allowed, ChoiceSpace, Interned, Restriction
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
@@ -180,13 +180,16 @@ class Baselines:
 
     def overlapped(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
         """A baseline in the order found that takes the least with its collectives beside computing, of those in which
-        it fits: by the steps that it has, or those that go together. `tasks`: its own, where they are known."""
-        found, plain = self._scheduled(baseline, tasks), baseline.program
-        together = by_cheapest_steps(plain, baseline.sizes, self.costs, bundled=True)
-        if together is plain:
-            return found
-        other = replace(baseline, program=together, fits=self._fits(together, baseline.sizes))
-        return min(found, self._scheduled(other), key=lambda b: (not b.fits, b.cost_s))
+        it fits: by the steps that it has, or those that go together, also without gathers that are there already.
+        `tasks`: its own, where they are known."""
+        plain, sizes = baseline.program, baseline.sizes
+        programs = {id(p): p for p in (plain, without_unread(plain, self.graph))}
+        for program in [*programs.values()]:
+            together = by_cheapest_steps(program, sizes, self.costs, bundled=True)
+            programs[id(together)] = together
+        others = (replace(baseline, program=p, fits=self._fits(p, sizes)) for p in programs.values() if p is not plain)
+        found = [self._scheduled(baseline, tasks), *map(self._scheduled, others)]
+        return min(found, key=lambda b: (not b.fits, b.cost_s))
 
     def _scheduled(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
         timeline = schedule(tasks or tasks_of(baseline.program, baseline.sizes, self.costs, dominated=False))
@@ -200,8 +203,11 @@ class Baselines:
 
     def _in_order_of(self, timeline: Timeline, baseline: Baseline) -> Baseline:
         program = ordered(baseline.program, timeline)
-        fits = self._fits(program, baseline.sizes)
-        return replace(baseline, program=program, cost_s=timeline.makespan_s, fits=fits, overlap=True)
+        fits, cost = (
+            self._fits(program, baseline.sizes),
+            step_seconds(program, baseline.sizes, self.costs, overlap=True),
+        )
+        return replace(baseline, program=program, cost_s=cost, fits=fits, overlap=True)
 
     def _fits(self, program: Program, sizes: Sizes) -> bool:
         return peak(program, sizes, self.costs) <= self.limit

@@ -289,6 +289,11 @@ class _Builder:
         self.instructions: list[tuple[int, ...]] = []
         self.transfers: dict[int, Transfer] = {}
         self.made: dict[Property, int] = {}
+        self.readers: dict[Property, list[int]] = {}
+        """Of each property as it was made last."""
+        self.renewed: set[tuple[int, int]] = set()
+        """A reader of a property, or what made it where nothing reads it, and the task that makes it again: a ZeRO-3
+        gather before the backward pass. In a program's order a read is of what was made last."""
         self.sent_in: dict[int, float] = {}
 
     def graph(self, dominated: bool) -> TaskGraph:
@@ -338,15 +343,19 @@ class _Builder:
         end: dict[int, int] = {}
         for task in reversed(self._inside_kernels()):
             inside, at = list[int](), task
-            while len(users[at]) == 1 and (at == task or machine[at] is Machine.LOCAL):
+            while len(takers := self._takers(at, users)) == 1 and (at == task or machine[at] is Machine.LOCAL):
                 inside.append(at)
-                (at,) = users[at]
+                (at,) = takers
             if machine[at] is Machine.COMPUTE:
                 end.update(dict.fromkeys(inside, end.get(at, at)))
         members: dict[int, list[int]] = {}
         for task in sorted(end):
             members.setdefault(end[task], [end[task]]).append(task)
         return iter(members.values())
+
+    def _takers(self, task: int, users: Sequence[Sequence[int]]) -> list[int]:
+        """The tasks that read what one makes."""
+        return [user for user in users[task] if (task, user) not in self.renewed]
 
     def _inside_kernels(self) -> list[int]:
         """Tasks that are an op of which nothing lies in memory, rising."""
@@ -391,10 +400,27 @@ class _Builder:
                     needs[maker] = None
         if self.costs.graph.ties:
             needs.update(dict.fromkeys([made[p] for p in self._carried_on(places) if p in made]))
-        task = self._add(machine, seconds, tuple(needs), tuple(places))
+        task = len(self.machine)
+        for k in places:
+            for held in accesses[k][1]:
+                for before in self.readers.pop(held, ()) or self._unread(held, k):
+                    if before not in needs:
+                        self.renewed.add((before, task))
+                        needs[before] = None
+        self._add(machine, seconds, tuple(needs), tuple(places))
         for k in places:
             for held in accesses[k][1]:
                 made[held] = task
+        for held in {held for k in places for held in accesses[k][0]}:
+            self.readers.setdefault(held, []).append(task)
+
+    def _unread(self, held: Property, again: int) -> Sequence[int]:
+        """What made a property that is made again before anything has read it, unless the two are one collective."""
+        before = self.made.get(held)
+        if before is None:
+            return ()
+        bundles = [getattr(self.program.instructions[k], "bundle", 0) for k in (*self.instructions[before], again)]
+        return (before,) if not bundles[-1] or bundles[-1] not in bundles[:-1] else ()
 
     def _carried_on(self, places: Sequence[int]) -> Iterator[Property]:
         """What loops find carried on at the end of an iteration: no instruction reads it, and it may have been made

@@ -16,22 +16,23 @@ from control_cases import CASES
 from cp_sat import exact_makespan
 from orders import random_order
 from random_programs import RandomProgram
-from slow_devices import thin_cluster
+from slow_devices import slow_cluster, thin_cluster
 from thoroughness import THOROUGH
 
 import hapsynth
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, Convert
-from hapsynth.search.cost.program_cost import instruction_costs, load_seconds, program_cost
+from hapsynth.search.cost.program_cost import instruction_costs, load_seconds, program_cost, without_unread
 from hapsynth.search.cost.program_index import ProgramIndex
+from hapsynth.search.planning.baselines import Baselines
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.task import Task
 from hapsynth.search.scheduling import list_schedule
 from hapsynth.search.scheduling.idle_time import filled
 from hapsynth.search.scheduling.list_schedule import least_makespan, ordered, schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
-from hapsynth.search.scheduling.timeline import simulate
+from hapsynth.search.scheduling.timeline import program_timeline, simulate
 from hapsynth.search.scheduling.waits import waits
 
 MACHINES = [Machine.COMPUTE] * 5 + [Machine.LINK] * 4 + [Machine.LOCAL]
@@ -422,3 +423,33 @@ def test_a_program_with_loops_is_sound_in_every_order_of_its_tasks(name: str, se
     tasks = tasks_of(program, sizes, task.costs)
     for order in [random_order(random.Random(k), tasks) for k in range(10)]:
         check(task.graph, ordered(program, simulate(tasks, order)), sizes)
+
+
+def test_what_is_gathered_anew_is_gathered_after_what_reads_it_as_it_was() -> None:
+    """In a program's order instructions read what was made last, so that otherwise a program takes longer than its
+    timeline: two gathers of a weight, of which one is late, with both uses behind it."""
+
+    def step(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        def loss(weights: list[jax.Array]) -> jax.Array:
+            h = x
+            for w in weights:
+                h = jnp.tanh(h @ w)
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    args = [np.zeros((64, 64), np.float32)] * 3, np.zeros((96, 64), np.float32)
+    task = Task(trace(step, args).graph, slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=1e8))
+    baselines = Baselines(task)
+    zero3 = baselines.all(["zero3_speed"])["zero3_speed"]
+    for program in (zero3.program, fewer := without_unread(zero3.program, task.graph)):
+        timeline = schedule(tasks_of(program, zero3.sizes, task.costs))
+        check(task.graph, again := ordered(program, timeline), zero3.sizes)
+        assert program_timeline(again, zero3.sizes, task.costs).makespan_s == pytest.approx(
+            timeline.makespan_s, rel=1e-9
+        )
+    assert len(fewer.instructions) < len(zero3.program.instructions)
+    check(task.graph, fewer, zero3.sizes)
+    assert without_unread(fewer, task.graph) is fewer
+    # With collectives beside computing nobody gathers for nothing.
+    assert baselines.overlapped(zero3).cost_s == pytest.approx(timeline.makespan_s, rel=1e-9)
