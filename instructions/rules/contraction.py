@@ -173,13 +173,17 @@ def _scaled_dot(f: Factors) -> None:
         rhs[right] = scales[1][right] = lhs[left]
     for left, right in zip(lhs_contract, rhs_contract):
         size, blocks = op.shapes[0][left], (op.shapes[2][left], op.shapes[3][right])
-        # A single scale serves the whole dimension; of two that differ, the common blocks are cut.
-        common = gcd(*(b if b > 1 else size for b in blocks))
+        # A single scale serves the whole dimension; of two that differ, the common blocks are cut. None is a single
+        # element, for which JAX takes no scale.
+        common = gcd(*(b if b > 1 else size // 2 if size % 2 == 0 else 1 for b in blocks))
         major, minor = f.dims((common,)), f.dims((size // common,))
         lhs[left] = rhs[right] = (*major[0], *minor[0])
         f.reduce(major, "sum")
         for tensor, d, count in zip(scales, (left, right), blocks):
-            tensor[d] = (*major[0], *f.dims((count // common,))[0]) if count > 1 else ()
+            inside = f.dims((count // common,))[0] if count > 1 else ()
+            tensor[d] = (*major[0], *inside) if count > 1 else ()
+            f.block((inside,), "inside a block that has one scale")
+        f.block(minor, "inside a block that has one scale")
     f.operands += [tuple(lhs), tuple(rhs), *map(tuple, scales)]
     free_left = [dim for d, dim in enumerate(lhs) if d not in (*lhs_contract, *lhs_batch)]
     free_right = [dim for d, dim in enumerate(rhs) if d not in (*rhs_contract, *rhs_batch)]

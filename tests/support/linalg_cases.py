@@ -112,6 +112,15 @@ for name, columns in (("", 2), (" of one block", 1)):
         np.ones((2, 3, 2)).astype(e8),
         np.full((2, columns, 4), 2.0).astype(e8),
     )
+for k, left, right in ((96, 3, 2), (8, 1, 1), (9, 1, 1)):
+    case(
+        f"scaled_dot of {k} terms with {left} and {right} scales",
+        lambda x, y, s, t: lax.scaled_dot(x, y, lhs_scale=s, rhs_scale=t, preferred_element_type=f32),
+        ints(1, 4, k, dtype=f8),
+        ints(1, k, 8, dtype=f8),
+        np.full((1, 4, left), 2.0).astype(e8),
+        np.full((1, right, 8), 0.5).astype(e8),
+    )
 SCALES = np.array([0.5, 2, 2.0**-127, 4]).astype(e8)
 case("scatter_max of scales", lambda s, t: s.at[np.array([2, 0, 1, 0])].max(t), SCALES, SCALES[::-1].copy())
 
