@@ -6,7 +6,8 @@
 Every system's program is judged by one cost model, hapsynth's; nothing is allocated or run. Systems: data parallel and
 ZeRO-1, -2, -3, each even and by speed (Poplar), Megatron's tensor parallelism, expert parallelism (GShard and
 DeepSpeed-MoE) where there are experts, HAP (`systems/hap.py`), each on all devices and on the set of them that suits it
-best; one device (`search/planning/baselines.py`, `baseline_subsets.py`); and the plan, whose search began from none.
+best; one device (`search/planning/baselines.py`, `baseline_subsets.py`); and the plan. Searches for sums begin from no
+baseline, those for makespans also from data parallelism, ZeRO-2 and ZeRO-3.
 
 Time is the sum of a program's instructions. `speedup`: of the plan over the best system that fits the memory. `one
 ratio`: the best program that is cut by one ratio throughout (the plan's, a baseline or HAP) over the plan; `even`: the

@@ -1,4 +1,5 @@
-"""What people run today, as programs of the same instruction set: for comparison, never as a start of the search.
+"""What people run today, as programs of the same instruction set: for comparison, and three of them among the first
+programs of a search for the least makespan (`choices_of`).
 
 Each baseline is a restriction of the formulated problem (which inputs are stored how, which dimensions may be cut)
 at fixed ratios, solved exactly, passed through the checker and costed with the same model.
