@@ -49,8 +49,9 @@ class Monitor(Generic[P]):
     `probe_s` seconds of that alone, on copies, or of its heaviest op where they have no room; or the median of the
     seconds given to `step` since. The median of the last `window` measurements of each counts. A plan is proposed where
     a step is predicted to take at least the fraction `threshold` less, by each of these measurements alone. After that
-    the monitor watches the proposed plan, from a new window on. `every` is 100 unless given, and where training has to
-    stop to measure, at least the calls that the plan is predicted to make in 50 times `probe_s`: 2 % of the time.
+    the monitor watches the proposed plan, from a new window on. `every` is 100 unless given, and for plans that are not
+    measured as they run at least the calls that the plan is predicted to make in 50 times `probe_s`, so that training
+    stands still for 2 % of the time.
 
     In a run of several processes each has a monitor with the same options and calls `step` equally often.
     Raises TypeError for what is no plan, ValueError for options that are of no use and RuntimeError for a plan without

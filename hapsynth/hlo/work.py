@@ -33,7 +33,9 @@ _VIEWS = ("bitcast", "reshape")
 _REORDERED = ("transpose", "copy")
 """Views within a kernel: of what it slices then it reads the slice."""
 _COMPUTES_NOTHING = FREE | {*_SLICES, *_VIEWS} | {"broadcast", "iota", "copy", "transpose", "concatenate", "pad"}
-_PRECISE = re.compile(r'operand_precision(=\{|":\[)[^\]}]*highest', re.IGNORECASE)
+_PRECISE = re.compile(
+    r'operand_precision(=\{|":\[)[^\]}]*highest|algorithm(=|":")(alg_)?dot_f32_f32_f32\b', re.IGNORECASE
+)
 _CONVOLUTION = re.compile(r"([a-z0-9]+)_([a-z0-9]+)->")
 
 
@@ -199,7 +201,8 @@ class Computation:
 
 def _products(i: Instruction, count: int, dtype: str) -> Contracted:
     name = "float8" if dtype.startswith("f8") else _NAMES.get(dtype, "int32")
-    return Contracted((8.0 if dtype in ("c64", "c128") else 2.0) * count, name, bool(_PRECISE.search(i.attributes)))
+    precise = dtype in ("f32", "c64") and bool(_PRECISE.search(i.attributes))
+    return Contracted((8.0 if dtype in ("c64", "c128") else 2.0) * count, name, precise)
 
 
 def _inside(module: Module, fusion: Instruction) -> Iterator[tuple[Instruction, Computation]]:

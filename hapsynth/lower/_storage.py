@@ -288,7 +288,8 @@ class Storage:
             whole = held.get(device, first)
             shard = whole
             if any(s.stop - s.start < n for s, n in zip(slices, self.shape)):
-                shard = lax.slice(whole, [s.start for s in slices], [s.stop for s in slices])
+                # One compiled program for all places.
+                shard = lax.dynamic_slice(whole, [s.start for s in slices], [s.stop - s.start for s in slices])
             elif copy and device in held:
                 # On its own device `device_put` makes none.
                 shard = whole.copy()

@@ -17,8 +17,11 @@ CONTRACTIONS = ("dot_general", "conv_general_dilated")
 
 
 def is_precise(op: Op) -> bool:
-    """Whether a contraction is of full precision, for which XLA takes no TF32 units."""
-    asked = op.params.get("precision") if op.name in CONTRACTIONS else None
+    """Whether a contraction of float32 is of full precision, for which XLA takes no TF32 units. It sums narrower dtypes
+    on tensor cores whatever the precision (`GetBlasComputationType`)."""
+    if op.name not in CONTRACTIONS or str(op.dtypes[0]) not in ("float32", "complex64"):
+        return False
+    asked = op.params.get("precision")
     if isinstance(asked, tuple):
         return lax.Precision.HIGHEST in asked
     return asked in (lax.Precision.HIGHEST, lax.DotAlgorithmPreset.F32_F32_F32)

@@ -11,7 +11,7 @@ mesh order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from copy import copy
 from functools import cached_property, reduce
 from math import prod
@@ -291,21 +291,29 @@ class CostModel:
             part = first, nbytes(op.results[0])
             read = [part if i == 0 and part[1] < size else (i, size) for i, size in read]
         elif self._updates_in_place(op):
-            (of, v), passes = self._update(op), 1 if op.name == "dynamic_update_slice" else 2
-            read, written = [(i, size) for i, size in read if i != 0], [(of, passes * nbytes(v))]
+            update, passes = (1, 1) if op.name == "dynamic_update_slice" else (2, 2)
+            # It may be a literal.
+            part = nbytes(op.results[0]) * prod(op.shapes[update]) / max(prod(op.result_shapes[0]), 1)
+            read, written = [(i, size) for i, size in read if i != 0], [(update, passes * part)]
         return [*read, *written], int(self._launched[op.index])
 
-    def _update(self, op: Op) -> tuple[int, int]:
-        """Which operand is written into another, and its value."""
-        return next((i, v) for i, v in op.value_operands if i == (1 if op.name == "dynamic_update_slice" else 2))
-
     def _updates_in_place(self, op: Op) -> bool:
-        """Whether an op writes into what nothing else reads, so that XLA copies nothing of it."""
+        """Whether an op writes into what nothing else needs, so that XLA copies nothing of it."""
+        graph = self.graph
         updated = op.operands[0] if op.name == "dynamic_update_slice" or op.name.startswith("scatter") else None
-        if not isinstance(updated, int) or len(op.results) != 1 or updated in self._fed:
+        if not isinstance(updated, int) or len(op.results) != 1 or updated in self._lasting:
             return False
         lies = self._materialized[updated] and self._materialized[op.results[0]]
-        return lies and len(self.graph.uses[updated]) == 1 and updated not in self.graph.constants
+        # What is from outside a loop's body is there again in its next iteration.
+        return lies and len(graph.uses[updated]) == 1 and graph.home[updated] == op.region
+
+    @cached_property
+    def _lasting(self) -> Set[int]:
+        """Values that are needed once all ops that read them have: constants, inputs that are not donated, results of
+        the function and of an iteration."""
+        graph = self.graph
+        donated = {graph.inputs[source] for source, _ in graph.carry}
+        return {*graph.constants, *graph.outputs, *graph.ties.values(), *({*graph.inputs} - donated)}
 
     def _turns(self, op: Op) -> bool:
         """Whether an op is a transpose that the contraction before it does."""

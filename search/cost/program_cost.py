@@ -130,16 +130,18 @@ def by_cheapest_steps(program: Program, sizes: Sizes, costs: CostModel, *, bundl
 def without_unread(program: Program, graph: Graph) -> Program:
     """The program without conversions that are made again before anything reads them, as those of uses that gather
     anew each (ZeRO-3) where the order has them side by side; itself where there are none."""
+    around = {*graph.ties.values()}
     waiting: dict[Property, tuple[int, int]] = {}
     unread: set[int] = set()
     for at, (instruction, (needs, results)) in enumerate(zip(program.instructions, program.accesses(graph))):
         for held in needs:
             waiting.pop(held, None)
-        if isinstance(instruction, Convert):
+        # What goes around a loop is read by its next iteration.
+        if isinstance(instruction, Convert) and instruction.value not in around:
             (made,), region = results, instruction.region
             before, there = waiting.get(made, (at, region))
             # What a branch or a loop makes again, others may read as it was.
-            if before < at and there == region:
+            if before < at and there == region == graph.home[instruction.value]:
                 unread.add(before)
             waiting[made] = at, region
     kept = tuple([i for at, i in enumerate(program.instructions) if at not in unread])

@@ -204,10 +204,8 @@ class Baselines:
 
     def _in_order_of(self, timeline: Timeline, baseline: Baseline) -> Baseline:
         program = ordered(baseline.program, timeline)
-        fits, cost = (
-            self._fits(program, baseline.sizes),
-            step_seconds(program, baseline.sizes, self.costs, overlap=True),
-        )
+        fits = self._fits(program, baseline.sizes)
+        cost = step_seconds(program, baseline.sizes, self.costs, overlap=True)
         return replace(baseline, program=program, cost_s=cost, fits=fits, overlap=True)
 
     def _fits(self, program: Program, sizes: Sizes) -> bool:

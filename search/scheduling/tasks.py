@@ -109,6 +109,7 @@ class TaskGraph:
     machine: tuple[Machine, ...]
     seconds: Floats
     makers: tuple[tuple[int, ...], ...]
+    """Of each task those that it comes after: what made what it reads, and what reads or made what it makes again."""
     instructions: tuple[tuple[int, ...], ...]
     group_of: Ints
     slowdown: Floats | None = None
@@ -346,8 +347,11 @@ class _Builder:
             while len(takers := self._takers(at, users)) == 1 and (at == task or machine[at] is Machine.LOCAL):
                 inside.append(at)
                 (at,) = takers
-            if machine[at] is Machine.COMPUTE:
-                end.update(dict.fromkeys(inside, end.get(at, at)))
+            last = end.get(at, at)
+            # What makes again what the kernel reads comes after it.
+            after = all(user > last for one in inside for user in users[one] if (one, user) in self.renewed)
+            if machine[at] is Machine.COMPUTE and after:
+                end.update(dict.fromkeys(inside, last))
         members: dict[int, list[int]] = {}
         for task in sorted(end):
             members.setdefault(end[task], [end[task]]).append(task)
@@ -403,7 +407,8 @@ class _Builder:
         task = len(self.machine)
         for k in places:
             for held in accesses[k][1]:
-                for before in self.readers.pop(held, ()) or self._unread(held, k):
+                unread = [made[held]] if held in made else []
+                for before in self.readers.pop(held, unread):
                     if before not in needs:
                         self.renewed.add((before, task))
                         needs[before] = None
@@ -413,14 +418,6 @@ class _Builder:
                 made[held] = task
         for held in {held for k in places for held in accesses[k][0]}:
             self.readers.setdefault(held, []).append(task)
-
-    def _unread(self, held: Property, again: int) -> Sequence[int]:
-        """What made a property that is made again before anything has read it, unless the two are one collective."""
-        before = self.made.get(held)
-        if before is None:
-            return ()
-        bundles = [getattr(self.program.instructions[k], "bundle", 0) for k in (*self.instructions[before], again)]
-        return (before,) if not bundles[-1] or bundles[-1] not in bundles[:-1] else ()
 
     def _carried_on(self, places: Sequence[int]) -> Iterator[Property]:
         """What loops find carried on at the end of an iteration: no instruction reads it, and it may have been made

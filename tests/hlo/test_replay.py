@@ -160,13 +160,20 @@ def work_of(line: str, **types: str) -> Any:
         (DOT, False),
         (DOT + ", operand_precision={default,highest}", True),
         (DOT + ', metadata={op_name="highest"}', False),
+        (DOT + ", algorithm=dot_f32_f32_f32", True),
+        (DOT + ", algorithm=dot_tf32_tf32_f32", False),
         (GEMM.replace("}}}", '},"precision_config":{"operand_precision":["DEFAULT","HIGHEST"]}}}'), True),
         (GEMM.replace("}}}", '},"precision_config":{"operand_precision":["HIGH","HIGH"]}}}'), False),
     ],
 )
 def test_products_of_full_precision(line: str, *, precise: bool) -> None:
-    (found,) = work_of(line.replace("f32", "c64"), u="c64[32,16]{1,0}", v="c64[16,8]{1,0}").contracted
+    (found,) = work_of(line.replace("f32[", "c64["), u="c64[32,16]{1,0}", v="c64[16,8]{1,0}").contracted
     assert found == (8 * 32 * 8 * 16, "complex64", precise)
+
+
+def test_narrow_products_are_never_of_full_precision() -> None:
+    line = DOT.replace("c64", "bf16") + ", operand_precision={highest,highest}"
+    assert not work_of(line, u="bf16[32,16]{1,0}", v="bf16[16,8]{1,0}").contracted[0].precise
 
 
 def test_calls_of_libraries() -> None:

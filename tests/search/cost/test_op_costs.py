@@ -49,6 +49,12 @@ def dots(costs: CostModel) -> list[Any]:
     return [costs.work(op.index, costs.table[op.index].joint(1)[0]) for op in found]
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_contractions_take_tensor_cores_at_any_precision(dtype: Any) -> None:
+    fn = lambda a, b: lax.dot(a, b, precision="highest")
+    assert costs_of(fn, LEFT.astype(dtype), RIGHT.astype(dtype)).speed[0] == pytest.approx(0.5 * 312e12)
+
+
 def test_other_ops_take_the_ordinary_cores_whatever_their_dtype() -> None:
     costs = costs_of(lambda x: (jnp.tanh(x), x @ x.T), LEFT.astype(jnp.bfloat16))
     works = [costs.work(op.index, costs.table[op.index].joint(1)[0]) for op in costs.graph.ops]
@@ -86,6 +92,24 @@ def test_updates_are_written_in_place_where_nothing_else_reads_what_was_there() 
     assert sum(size for _, size in update_of(both).moved) == 2 * TABLE.nbytes + ROW
     added = moved(lambda table, rows, x: (table * 2).at[rows].add(x), TABLE, ROWS, np.ones((8, 64), np.float32))
     assert added["scatter-add"] == 3 * 8 * ROW + 8 * 4
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda cache, i: (cache, cache.at[i].set(jnp.zeros(64))),
+        lambda cache, i: lax.scan(lambda n, _: (n + 1, cache.at[n].set(jnp.zeros(64)).sum()), i, None, length=2)[1],
+        lambda cache, i: cache.at[i].set(jnp.zeros(64)).sum(),
+    ],
+    ids=["it is a result", "it is from outside a loop", "it is an argument that is kept"],
+)
+def test_what_is_needed_later_is_copied(fn: Callable[..., Any]) -> None:
+    assert moved(fn, TABLE, np.int32(3))["scatter"] > 2 * TABLE.nbytes
+
+
+def test_a_literal_is_written_too() -> None:
+    """JAX makes one of a scalar."""
+    assert moved(lambda state, i: state.at[i].add(1.0), np.zeros(5000, np.float32), np.int32(3))["scatter-add"] < 64
 
 
 def update_of(costs: CostModel) -> Any:

@@ -21,8 +21,10 @@ from thoroughness import THOROUGH
 
 import hapsynth
 from hapsynth.graph.trace import trace
+from hapsynth.instructions.layout import R, S
 from hapsynth.instructions.program.checker import check
-from hapsynth.instructions.program.program import Compute, Convert
+from hapsynth.instructions.program.program import Compute, Convert, Program
+from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.program_cost import instruction_costs, load_seconds, program_cost, without_unread
 from hapsynth.search.cost.program_index import ProgramIndex
 from hapsynth.search.planning.baselines import Baselines
@@ -453,3 +455,20 @@ def test_what_is_gathered_anew_is_gathered_after_what_reads_it_as_it_was() -> No
     assert without_unread(fewer, task.graph) is fewer
     # With collectives beside computing nobody gathers for nothing.
     assert baselines.overlapped(zero3).cost_s == pytest.approx(timeline.makespan_s, rel=1e-9)
+
+
+def test_no_kernel_spans_a_second_gather_of_what_it_reads() -> None:
+    """`g * x` is one kernel with the sum after it but where `g` is gathered again between: after what reads it as it
+    was, and before `1 - g`, which the sum takes too."""
+    graph = trace(lambda g, x: (g * x + (1 - g) * jnp.tanh(x))[:5], [np.zeros((96, 64), np.float32)] * 2).graph
+    costs = Task(graph, slow_cluster((3.0, 1.0))).costs
+    replicated = lambda op: next(t for t in costs.table[op].triples if t.factor is None)
+    whole = [Compute(op.index, (replicated(op.index),)) for op in graph.ops]
+    gather, cut = Convert(graph.inputs[0], 0, (S(0),), (R,), 0), {graph.inputs[0]: (S(0),), graph.inputs[1]: (R,)}
+    for first, *rest in ([whole[0], gather, *whole[1:]], whole):
+        program = Program(costs.axes, cut, (gather, first, *rest), ((R,),), costs.hosts)
+        classes = Classes.build(graph, program, costs.table)
+        sizes = Sizes(graph, classes, tuple([(72, 24)] * len(classes.all)))
+        check(graph, program, sizes)
+        tasks = tasks_of(program, sizes, costs)
+        assert ((1,) in tasks.instructions) == (gather in rest)
