@@ -46,7 +46,8 @@ class CheckReport:
     `noise`: max |a - b| <= 8 x how far the function's own result moves on one device when its arguments move in their
     last place (`noise`). A leaf that is zero but for rounding (a gradient that cancels) can't agree to any number of
     digits. Its error is then that of a leaf of size 8 x noise / rtol. A leaf of bfloat16 or float16 is held to it only
-    where the function can't be widened as a whole: a parameter's last place may be more than a step changes.
+    where the function can't be widened as a whole or has no number there widened (a parameter's last place may be more
+    than a step changes), and where it is not carried and has fewer than 64 elements.
 
     `widened`: the plan is at most 4 times as far as the function on one device is from the same function with its
     floats kept in 64 bits (`hapsynth.running.widened`), in the largest difference and in the root mean square; on more
@@ -344,7 +345,9 @@ def compare(
     for i, part in times.items():
         take(i, WIDENED, rtols[i] * part)
     # Primitives that ran as they are round the same in both functions, which measures nothing: no leaf fails by it.
-    settled = set[int]() if reference.as_is else coarse & times.keys()
+    carried = {target for _, target in reference.traced.graph.carry}
+    measured = {i for i in coarse & times.keys() if i in carried or want[i].size >= _FEW}
+    settled = set[int]() if reference.as_is else measured
     # For functions that can't be widened: a line search that tips over in one run of eight moves few of a few.
     by_noise([i for i in beyond() if i not in settled], 16)
     return judged
@@ -377,7 +380,11 @@ the parameter after the step, so that by noise a gradient that is missing would 
 _AS_FAR, _DEVICES = 4.0, 8
 """How many times as far as the function a plan may be from the widened function, on up to so many devices. A sum over n
 devices is rounded n times, which adds up to sqrt(n) times the rounding of one: simulated in bfloat16 at most 4.5, 5.8,
-10.8 and 19.8 times in the largest difference, 2.6, 4.3, 6.8 and 8.2 in the root mean square, for n = 8, 32, 64, 128."""
+10.8 and 19.8 times in the largest difference, 2.6, 4.3, 6.8 and 8.2 in the root mean square, for n = 8, 32, 64, 128.
+Where partial sums are rounded so and cancel, as of numbers of mean 0, up to 1 in 60 right leaves are beyond."""
+_FEW = 64
+"""A leaf of fewer elements may hold sums that are all smaller, and rounded less, than what was summed on the way: of
+single numbers 1 in 6 right ones are beyond."""
 _NEIGHBOURS = 8
 """Arguments close to those given at which the function's rounding is measured as well."""
 

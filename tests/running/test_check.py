@@ -257,6 +257,20 @@ def test_a_sum_over_many_devices_is_rounded_at_each(dtype: Any) -> None:
     assert not ok(sum(parts[1:]), 64)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_single_sum_may_be_smaller_than_its_parts(dtype: Any) -> None:
+    """It is then rounded less than they are. A parameter, which is carried, passes its own last place on."""
+    x = np.random.default_rng(0).normal(size=(256, 1)).astype(dtype)
+    parts = [part.astype(np.float32).sum(0).astype(dtype) for part in np.split(x, 64)]
+    reference, args = alone(lambda x: x.sum(0), x)
+    assert [j.yardstick for j in compare(reference, args, [sum(parts)], [RTOL], 64)] == [NOISE]
+    assert passes(reference, args, [sum(parts)])
+    assert not passes(reference, args, [sum(parts[8:])])
+    rate = 0.1 * float(jnp.finfo(dtype).eps)
+    reference, args = alone(lambda p, x: p - rate * x.sum(0), p := np.full(1, 1.5, dtype), x)
+    assert not passes(reference, args, [p + 3 * jnp.finfo(dtype).eps])
+
+
 class Lucky(Reference):
     """Exact at the first arguments that it is given."""
 
