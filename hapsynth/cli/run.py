@@ -171,8 +171,11 @@ def print_trial(out: Console, plan: Plan, trial: Trial) -> None:
     for line in trial.report.explained:
         out.print(line)
     verdict = "passed" if trial.report.ok else "FAILED"
-    error, tolerance = trial.report.max_relative_error, max(trial.report.rtols, default=0.0)
-    out.print(f"\ncheck {verdict}: max relative error {error:.2e}, tolerance {tolerance:g}")
+    errors: dict[float, float] = {}
+    for (_, error), tolerance in zip(trial.report.leaves, trial.report.rtols, strict=True):
+        errors[tolerance] = max(errors.get(tolerance, 0.0), error)
+    of_each = [f"{errors[tolerance]:.2e}, tolerance {tolerance:g}" for tolerance in sorted(errors, reverse=True)]
+    out.print(f"\ncheck {verdict}: max relative error {'; '.join(of_each) or 0}")
 
 
 def _group(path: str) -> str:

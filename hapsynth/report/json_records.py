@@ -191,7 +191,7 @@ def compare_record(entries: Mapping[str, Entry]) -> dict[str, Any]:
 def run_record(report: CheckReport, step_s: Sequence[float]) -> dict[str, Any]:
     """The document of `run --json`: the largest relative error of each output leaf over all steps (null: not finite).
 
-    `tolerance`: the largest of any leaf. `yardsticks`, `not_finite` as in `CheckReport`.
+    `tolerances`: of each leaf; `tolerance`: the largest of any. `yardsticks`, `not_finite` as in `CheckReport`.
     """
     return {
         "schema": RUN_SCHEMA,
@@ -200,6 +200,7 @@ def run_record(report: CheckReport, step_s: Sequence[float]) -> dict[str, Any]:
         "tolerance": max(report.rtols, default=0.0),
         "max_relative_error": finite(report.max_relative_error),
         "outputs": {path: finite(error) for path, error in report.leaves},
+        "tolerances": {path: rtol for (path, _), rtol in zip(report.leaves, report.rtols, strict=True)},
         "yardsticks": dict(report.yardsticks),
         "not_finite": list(report.not_finite),
         "step_s": list(step_s),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import jax.numpy as jnp
@@ -22,11 +23,14 @@ from hapsynth._quantities import seconds
 from hapsynth.cli import commands
 from hapsynth.cli.main import main
 from hapsynth.cli.options import DTYPES, FORMS, INTERRUPTED
+from hapsynth.cli.run import Trial, first_devices, print_trial
 from hapsynth.plan import Plan
 from hapsynth.report.comparison import print_comparison
 from hapsynth.report.explain import Explainer, find_value
+from hapsynth.report.json_records import run_record
 from hapsynth.report.summary import print_summary
 from hapsynth.report.tables import console
+from hapsynth.running.check import CheckReport
 from hapsynth.running.form import Form
 from hapsynth.search.planning.baselines import NAMES
 
@@ -217,6 +221,31 @@ def test_run_of_a_wrong_program_fails(
     text, errors = capsys.readouterr()
     assert json.loads(text)["ok"] is False
     assert errors == "hapsynth run: check failed: output [0]['m'] is off by 5.00e-01\n"
+
+
+def test_run_of_a_function_that_is_nan_fails(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the arguments that are drawn: both sides are NaN, which shows nothing of the plan."""
+    (files / "m.py").write_text(
+        "import jax, jax.numpy as jnp\nfn = lambda x: (jnp.log(-1 - x * x), x > 0)\n"
+        "def target(): return fn, (jax.ShapeDtypeStruct((8,), 'float32'),)\n"
+    )
+    assert main(["search", "m.py", "--cluster", "mixed.toml", "--plan", "p.json", "-q"]) == 0
+    assert main(["run", "m.py", "--plan", "p.json", "--json", "out.json"]) == 1
+    text, errors = capsys.readouterr()
+    said = "no float was compared: give arguments at which the function is finite\n"
+    assert f"\n1 leaf without a finite number\n{said}" in text
+    assert errors == f"hapsynth run: check failed: {said}"
+    record = json.loads((files / "out.json").read_text())
+    assert (record["ok"], record["max_relative_error"], record["not_finite"]) == (False, 0.0, ["[0]"])
+
+
+def test_each_error_of_a_run_stands_beside_its_own_tolerance(capsys: pytest.CaptureFixture[str]) -> None:
+    report = CheckReport((("[0]", 1e-6), ("[1]", 1e-5), ("[2]", 0.0)), (1e-9, 1e-4, 1e-4))
+    on: Any = SimpleNamespace(mesh=first_devices(1), cluster=SimpleNamespace(n=1, name="one"))
+    print_trial(console(sys.stdout), on, Trial(report, (0.1,)))
+    said = "check FAILED: max relative error 1.00e-05, tolerance 0.0001; 1.00e-06, tolerance 1e-09\n"
+    assert capsys.readouterr().out.endswith(said)
+    assert run_record(report, [])["tolerances"] == {"[0]": 1e-9, "[1]": 1e-4, "[2]": 1e-4}
 
 
 def test_keyword_arguments(files: Path) -> None:
