@@ -189,7 +189,8 @@ def _settled(free: Callable[[], int]) -> int:
 
 def _sample(stored: Any) -> list[str]:
     """Some elements of what is stored alike on all devices, as text that JSON keeps."""
-    with _jax.no_mesh():
+    # NaN and infinity in an argument are the function's to judge.
+    with _jax.no_mesh(), jax.debug_nans(False), jax.debug_infs(False):
         part = parts(stored)[0]
         data = jax.random.key_data(part) if _jax.is_extended(part.dtype) else part
         if data.nbytes > _FETCHED_BYTES:
@@ -344,7 +345,7 @@ def _of_values(facts: Sequence[Facts]) -> list[str]:
         unlike: list[str] = []
         for path in first["values"].keys() & other["values"].keys():
             said = [f["values"][path] for f in (first, other)]
-            apart = max(_ROUNDING, _LAST_PLACES * first["last_places"].get(path, 0.0))
+            apart = max(_ROUNDING, _LAST_PLACES * first.get("last_places", {}).get(path, 0.0))
             if said[0] != said[1] and (_is_exact(said[0]) or not _is_near(said[0], said[1], apart)):
                 unlike.append(path)
         if unlike:

@@ -139,6 +139,12 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
     assert any(says in problem for problem in problems([FACTS, {**OTHER, **change}]))
 
 
+def test_an_older_hapsynth_is_named() -> None:
+    """Whose facts lack what it did not know yet."""
+    older = {key: said for key, said in FACTS.items() if key != "last_places"} | {"hapsynth": "0"}
+    assert "p0 has hapsynth 0, and p1 has hapsynth 1" in problems([older, OTHER])[0]
+
+
 @pytest.mark.parametrize(
     ("key", "one", "other", "says"),
     [
@@ -507,6 +513,14 @@ def test_of_large_arguments_the_sample_alone_is_fetched(x: np.ndarray, monkeypat
     monkeypatch.setattr(process_facts, "np", SimpleNamespace(**{**vars(np), "asarray": asarray}))
     assert _sample(jnp.asarray(x)) == whole
     assert fetched == [32]
+
+
+def test_samples_of_arguments_may_be_nan_or_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a mask is, which a function makes finite: `jax_debug_infs` is for its results."""
+    monkeypatch.setattr(process_facts, "_FETCHED_BYTES", 0)
+    x = jnp.where(jnp.arange(64) % 2 == 0, jnp.array([[-jnp.inf], [jnp.nan]]), 0.0)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        assert {"(-inf+0j)", "(nan+0j)"} <= {*_sample(x)}
 
 
 def test_an_error_that_ends_the_job_is_printed_first(capsys: pytest.CaptureFixture[str]) -> None:
