@@ -129,13 +129,16 @@ def _apart(request: _Request) -> CompiledTarget:
         result = receives.recv()
     except EOFError:
         process.join()
-        how = f"the compiler's process {_ended(process.exitcode or 0)}"
-        if not begun:
+        code = process.exitcode or 0
+        how = f"the compiler's process {_ended(code)}{'' if begun else ' before it began'}"
+        # A signal, as where memory is short, is not the script's fault, nor that of the other cards.
+        if not begun and code >= 0:
             raise TargetError(
-                f"{how} before it began: it first imports the script that starts it, which is to call compile_for "
-                'under `if __name__ == "__main__":`; or use `hapsynth compile FILE`'
+                f"{how}: it first imports the script that starts it, which is to call compile_for under "
+                '`if __name__ == "__main__":` and to define the function at the top level, not under that; or use '
+                "`hapsynth compile FILE`"
             ) from None
-        return CompiledTarget(request.target.kind, error=f"{how}: {_last_of(request.log)}")
+        return CompiledTarget(request.target.kind, error=f"{how}: {_last_of(request.log)}" if begun else how)
     process.join()
     if isinstance(result, BaseException):
         raise result
