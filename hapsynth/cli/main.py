@@ -59,14 +59,15 @@ def _interrupts_deferred() -> Generator[None]:
 
 @contextmanager
 def _dropped_interrupts_reraised() -> Generator[None]:
-    """A Ctrl-C is raised again where Python drops it: an exception in a callback of the garbage collector, as JAX has
-    one, is printed and ignored."""
+    """A Ctrl-C, or a SIGTERM that is one, is raised again where Python drops it: an exception in a callback of the
+    garbage collector, as JAX has one, is printed and ignored."""
     before = sys.unraisablehook
 
     def again(dropped: sys.UnraisableHookArgs) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            # Here it would be dropped as well.
-            threading.Timer(0.01, signal.raise_signal, [signal.SIGINT]).start()
+            # Here it would be dropped as well. Jobs in the background ignore SIGINT: it was SIGTERM.
+            ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            threading.Timer(0.01, signal.raise_signal, [signal.SIGTERM if ignored else signal.SIGINT]).start()
         else:
             before(dropped)
 

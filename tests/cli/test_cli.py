@@ -451,11 +451,12 @@ def test_a_full_standard_output(
     assert capsys.readouterr().err == error
 
 
+@pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN])
 def test_a_ctrl_c_that_python_drops_is_raised_again(
-    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    interrupts: Any, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Workers of pytest-xdist ignore it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """In a job in the background, which ignores it, SIGTERM is."""
+    before = signal.signal(signal.SIGINT, interrupts), signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     class Dropping:
         def __del__(self) -> None:
@@ -471,7 +472,8 @@ def test_a_ctrl_c_that_python_drops_is_raised_again(
     try:
         assert main(["search", "model.py", "--cluster", "mixed.toml"]) == INTERRUPTED
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before):
+            signal.signal(number, handler)
     assert capsys.readouterr().err == "hapsynth search: interrupted: nothing written\n"
 
 
