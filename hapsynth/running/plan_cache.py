@@ -45,7 +45,7 @@ from hapsynth.running.plan_file import (
 from hapsynth.search.result import Result
 
 CACHE_DIR = "HAPSYNTH_CACHE_DIR"
-"""The folder; `off` for none."""
+"""The folder; one of `_OFF` for none."""
 _OFF = ("", "off", "none", "no", "false", "0")
 """Of these nobody means a folder."""
 _ENTRIES = 512
