@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 _LEAST_S = 0.05
-"""Of a time budget, for planning, where tracing has taken all."""
+"""Seconds for planning where tracing has used up the time budget."""
 
 
 @overload
@@ -130,12 +130,13 @@ def synthesize(
     them carries; it is found in the others by tree, shapes and dtypes, or said: `state={"eval": {"[0]":
     "[0]['params']"}, "init": {"return": "[0]"}}` is function -> path of an argument, or `return` and that of a result
     -> path of the state. `frequency`: how often each is called, by default 1 where the state is returned as well, 0.1
-    where it is only read and 0 where it is made: what is never called must fit, and costs nothing. `fixed` are layouts
-    of the state then, `example_kwargs`, `carry` and `expect` dicts by function; `ratios` one fraction per device, by
-    which every function cuts everything, or a dict by function of what they are for one.
+    where it is only read and 0 where it is made: a function that is never called must fit, and costs nothing. With
+    several functions `fixed` maps paths of the state to layouts, and `example_kwargs`, `carry` and `expect` are dicts
+    by function name; `ratios` are one fraction per device, by which every function cuts everything, or a dict by
+    function name of the ratios for each.
 
-    Ctrl-C during the search returns the best plan so far, `plan.result.interrupted`, with a bound that is sought for a
-    second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
+    Ctrl-C during the search returns the best plan so far, with `plan.result.interrupted` true and a bound that is
+    sought for a second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
 
     Args:
         fn: Any function that `jax.jit` takes, or a dict of functions with one state.
@@ -160,32 +161,33 @@ def synthesize(
         time_budget_s: Seconds, tracing included, after which the best plan so far is returned with its gap; the problem
             of the first search is built whatever it takes, which on three mesh axes may be seconds.
         progress: Called now and then with the stage, the best cost, the bound, the nodes and the seconds so far.
-        form: "switch", one compiled function that runs on any mesh, uneven shards padded in memory; "staged", functions
-            that each process compiles for its own shards of exact size, with collectives between them; "fused", one
-            function that each process compiles for its own shards of exact size, with the same collectives in all,
-            which is compared before the first call. For uneven shards among processes "auto" takes "fused", between
-            CPUs "staged" where `overlap` gains a fifth. A plan for these two, or for a mesh of several processes, keeps
-            each device within its own memory, of exact shards; any other keeps the smallest device, of shards padded to
-            the largest.
-        lowering: The thresholds (`hapsynth.LoweringOptions`) by which collectives go together and stages are padded;
-            the plan is priced and lowered by them, and its file has those that are not the default.
-        recompute: Whether values may be made again later rather than held, as with `jax.checkpoint`, where memory is
-            short; the plan's `traced.graph.again` says which ops run twice, and its gap is about programs that do so.
-        overlap: The cost of a program is the time from a common start to the last result, its collectives beside what
-            is computed, and not the sum over its instructions; the plan's instructions are in the order that takes so
-            long, and it runs so between processes, in one program or, between CPUs, in stages too. Where the mesh's
-            devices can't, or the form that is asked for, that is said (`OverlapWarning`), and it is planned without;
-            between CPUs of a mesh also where it gains less than a fifth, if the form is left to choose.
-        joint_gap: The `Plan.joint_gap` sought, e.g. 0.03: the bound on programs of any ratios is brought so close to
-            the plan's cost if it can be, which takes about as long again as planning, and several times as long with
-            experts. What is bounded then are programs that hold no value at more than two ratios of a dimension at
-            once. It is for plans without `overlap`, and gains nothing on several mesh axes, where `fixed` says how
-            things lie, or over devices of one kind. By default that bound is what one more problem gives.
+        form: How the plan runs. "switch": one program for all devices, on any mesh; uneven shards are padded in memory.
+            "staged": several programs per process, compiled for its own shards of exact size, and collectives between
+            them. "fused": one program per process, compiled for its own shards of exact size; the collectives must be
+            the same in all, which is compared before the first call. "auto": "fused" for uneven shards among processes,
+            "staged" between CPUs where `overlap` gains a fifth; `Plan.form_reason` says why. A plan for "staged" or
+            "fused", or for "auto" on a mesh of several processes, keeps each device within its own memory, with exact
+            shards; any other keeps every device within the smallest memory, with shards padded to the largest.
+        lowering: Size thresholds (`hapsynth.LoweringOptions`) for bundling collectives and padding stages, by which the
+            plan is priced and lowered. The plan file has those that differ from the defaults.
+        recompute: Whether values may be recomputed instead of kept, as `jax.checkpoint` does, where memory is short.
+            `plan.traced.graph.again` names the ops that run twice, if any; the bounds are for programs that recompute
+            these.
+        overlap: Minimize the makespan, from a common start to the last result, with collectives running while devices
+            compute, instead of the sum of instruction times. The plan's instructions are in the order of that schedule
+            and run in it between processes, in one program or, between CPUs, in stages too. Where the mesh's devices or
+            the requested form cannot overlap, an `OverlapWarning` says so and the plan is made without; so too between
+            CPUs of a mesh where overlap gains less than a fifth and `form` is "auto".
+        joint_gap: Target for `Plan.joint_gap`, e.g. 0.03: the bound over all ratios is tightened until the gap is at
+            most this, if possible. That takes about as long again as planning, and several times as long with experts.
+            The bound is then for programs that hold no value at more than two ratios of a dimension at once. Only for
+            plans without `overlap`; without effect on several mesh axes, with `fixed`, or over devices of one kind. By
+            default the bound comes from one further problem, without tightening.
         cache: Whether the plan is looked for in the plan cache first (in HAPSYNTH_CACHE_DIR, or the user's cache;
             HAPSYNTH_CACHE_DIR=off switches it off), and kept there if the search ended by itself. What was planned
             before, by this very version, for the same function, shapes, cluster and options, then takes no search.
-        state: Of several functions, see above.
-        frequency: Of several functions, see above.
+        state: For several functions, see above.
+        frequency: For several functions, see above.
 
     Raises:
         TraceError: for arguments or functions that cannot be planned.
@@ -302,7 +304,7 @@ def synthesize(
 
 
 def _tell_small_gain(options: PlanningOptions, result: Result) -> None:
-    """Says where overlap is asked for and gains too little."""
+    """Warn where overlap is asked for and gains too little."""
     if options.overlap and not result.overlap:
         text = (
             f"overlap is asked for, and no step was found that it makes {options.least_speedup:g} times as fast, from "

@@ -40,13 +40,13 @@ T = TypeVar("T")
 class Plan(Planned, Generic[P, R]):
     """A distributed program for one function: call it like the function, with the function's own types.
 
-    `mesh` None: planned without devices; everything but running works, and `load` with a mesh gives a plan that runs.
-    Of a mesh of the whole cluster the plan uses its `devices`; a mesh of these alone will do, and `Plan.mesh` is one.
+    Without a mesh the plan cannot run, and everything else works; `load` with a mesh gives a plan that runs. `mesh` is
+    of the whole cluster, or of just the `devices` that the plan uses; `Plan.mesh` has just these.
     `fn` is the function itself, for `check`. With `donate` (the default) a call consumes carried state that already
     lies as the plan keeps it, as `jax.jit(..., donate_argnums=...)` would; anything else is copied to the devices and
-    left alone. `form`: how it runs; `Plan.form` and `Plan.form_reason` tell what "auto" came to. `overlap`: between
-    processes collectives run beside computing, and the program's instructions are put in the order in which that takes
-    least; where they can't, or a device has no room for it, it warns (`OverlapWarning`) and runs without.
+    left alone. `form`: see `synthesize`; `Plan.form` is the form chosen, `Plan.form_reason` why. `overlap`: between
+    processes, collectives run while devices compute, and the instructions are scheduled for the least makespan; where
+    the devices cannot, or one of them lacks the memory, the plan warns (`OverlapWarning`) and runs without.
     Raises ValueError where the mesh has another number of devices than the cluster and the program, or for a form that
     is none; warns (`ClusterWarning`) where there is a mesh and the cluster was measured on another machine or with
     another JAX.
@@ -84,12 +84,13 @@ class Plan(Planned, Generic[P, R]):
         return jax.tree_util.tree_unflatten(self.traced.out_tree, out)
 
     def recorded(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, RecordedCall]:
-        """A call, as any other: its results, and when each of its collectives ran on this process and was waited for.
+        """A call like any other; returns its results, and when each of its collectives ran on this process and was
+        waited for.
 
-        `RecordedCall.exposed_s` is measured as `Plan.exposed` is predicted, by device: seconds in which nothing is
-        computed, as a collective is waited for. Of one program JAX's profiler tells when XLA ran what; in stages what
-        is computed before is waited for, to tell one from the other, and the call takes a little longer. Raises
-        ValueError for one program on other devices than CPUs, and RuntimeError where the profiler is in use.
+        `RecordedCall.exposed_s` is the measured counterpart of `Plan.exposed`: seconds per device in which it computes
+        nothing and waits for a collective. In switch and fused form the times come from JAX's profiler; in staged form
+        the call waits for each computation before the collective after it, and takes a little longer. Raises ValueError
+        for switch and fused form on devices other than CPUs, and RuntimeError where the profiler is in use.
         """
         lowered = self.lowered_for(self._donate and not _jax.looked_for())
         platform = lowered.local.platform
@@ -161,10 +162,11 @@ class Plan(Planned, Generic[P, R]):
         return out[0] if len(out) == 1 else tuple(out)
 
     def local_slices(self, arg: int | str) -> Any:
-        """What this process holds of an argument, so that it loads only that: a `LocalSlices` in place of every array.
+        """The tree of an argument, with a `LocalSlices` in place of every array: the slices that this process stores,
+        for loading only those.
 
         `arg`: an argument's position, a keyword's name, or the path of a leaf (as in `layouts`). `LocalSlices.process`
-        is the part to load, `devices` what each of the process's devices holds of it.
+        is the part to load, `devices` the part of it that each of the process's devices stores.
         """
         return self._feeder(arg).slices()
 
@@ -196,11 +198,11 @@ class Plan(Planned, Generic[P, R]):
         return jax.tree.map(whole, tree)
 
     def adopt(self, argument: T, old_plan: Plan[..., Any], arg: int | str = 0) -> T:
-        """Carried state, or any argument, as `old_plan` kept it, in the way that this plan does, bit for bit.
+        """Redistribute carried state, or any argument, from `old_plan`'s layouts to this plan's; no bit of it changes.
 
-        Where only sizes differ (`rebalance`) just the rows that change their owner are sent, from device to device;
-        what need not move is passed on as it is; anything else goes through the host. With `donate` (the default) what
-        moved is freed leaf by leaf. `arg` as in `local_slices`. In a run of several processes all must call.
+        Where only sizes differ (`rebalance`), just the rows that change their device are sent, from device to device;
+        a leaf that need not move is returned as it is; any other goes through the host. With `donate` (the default),
+        leaves that moved are freed one by one. `arg` as in `local_slices`. In a run of several processes all must call.
         Raises TypeError, ValueError or RuntimeError as `shard` does before anything moves.
         """
         check_planned("old_plan", old_plan)
@@ -261,15 +263,15 @@ class Plan(Planned, Generic[P, R]):
         return DriftReport(tuple(leaf_drift(path, storage, x) for _, path, storage, x in copied))
 
     def resync(self, argument: T, arg: int | str = 0) -> T:
-        """The state with the first device's copy of each such leaf on all devices; as `drift`. The rest is passed on as
-        it is, and nothing is consumed."""
+        """The state with the first device's copy of each replicated leaf (see `drift`) on all devices. The other leaves
+        are returned as they are, and nothing is consumed. Collective and errors as for `drift`."""
         leaves, first = self.arguments.leaves_of(arg, argument)
         for i, _, storage, x in self._copied(argument, arg):
             leaves[self.traced.array_leaves[i] - first] = wrap(storage, resynced(storage, x))
         return jax.tree_util.tree_structure(argument).unflatten(leaves)
 
     def _copied(self, argument: Any, arg: int | str) -> list[tuple[int, str, Storage, jax.Array | Shards]]:
-        """As `Arguments.held`, the leaves of carried state of which several devices hold a part."""
+        """`Arguments.held` of the leaves of carried state that are replicated along at least one mesh axis."""
         carried = {source for source, _ in self.traced.graph.carry}
         held = self.arguments.held(self.lowered, argument, arg)
         return [leaf for leaf in held if leaf[0] in carried and copied_along(leaf[2])]
@@ -288,9 +290,9 @@ class Plan(Planned, Generic[P, R]):
     def for_shapes(self, *example_args: Any, **example_kwargs: Any) -> Plan[P, R]:
         """A plan of the same program, without a search, for other sizes: a short last batch, longer sequences.
 
-        The arguments, or their structs, as the function takes them. It is traced again and must differ in sizes only;
-        new sizes come from the linear program. What has the same shape as before, like carried state, is kept as this
-        plan keeps it and passes between the two as it is. `lower_bound` is 0, as nothing is proved of the new sizes.
+        Takes the function's arguments, or their structs. The function is traced again and must differ in sizes only;
+        the new shard sizes come from the linear program. Arguments of the same shape as before, such as carried state,
+        keep their layout, so both plans take them as they are. `lower_bound` is 0: nothing is proven for the new sizes.
         In a run of several processes all must call. Raises ShapeError with what differs or does not fit, TraceError as
         `synthesize` does, RuntimeError for a plan without its function.
         """
@@ -323,7 +325,8 @@ class Plan(Planned, Generic[P, R]):
     # To look at
 
     def explain(self, value: str | None = None, *, cost: bool = False, top: int = 5) -> str:
-        """Where the seconds go and why values lie as they do: `hapsynth.explain`, which names its errors."""
+        """A text that tells where the seconds go and why values have their layouts. As `hapsynth.explain`, errors
+        too."""
         # What reports on plans is made of them, so it is called as users call it.
         return hapsynth.explain(self, value, cost=cost, top=top)
 
@@ -339,7 +342,7 @@ class Plan(Planned, Generic[P, R]):
         return _written(path, trace_events(self))
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """The plan's HTML for notebooks."""
         return notebook_html(self)
 
     # Without hapsynth

@@ -29,7 +29,7 @@ IN_STAGES = "hapsynth in stages"
 
 @dataclass(frozen=True, eq=False)
 class AutotuneResult(Generic[P]):
-    """The result of a contest. `seconds`: of every plan that took part, the median of its steps, each as long as the
+    """The winning `plan` and its `name`. `seconds`: of every plan, the median over its steps of the time that the
     slowest process took."""
 
     name: str
@@ -87,13 +87,14 @@ def autotune(
     margin: float = 0.05,
     **kwargs: Any,
 ) -> AutotuneResult[P]:
-    """Run every plan for some steps, carried state fed back, and keep the one with the least median.
+    """Run each plan for `steps` steps, twice, feeding carried state back, and pick the one with the lowest median step
+    time.
 
-    `args`, `kwargs`: the function's arguments, whole, as `Plan.shard` takes them; nothing of them is consumed. Every
-    plan runs in two turns of `steps` steps, the second in opposite order, each after one that is not counted; only one
-    plan's arguments lie on the devices at a time. The first plan wins unless another takes at least the fraction
-    `margin` less. In a run of several processes all must call, with the same plans, and all get the same answer.
-    Raises TypeError and ValueError for plans and options that are none, RuntimeError for a plan without devices.
+    `args`, `kwargs`: the function's arguments, whole, as `Plan.shard` takes them; they are not consumed. The second
+    turn is in the opposite order of plans; the first step of each turn is not counted; the devices hold the arguments
+    of one plan at a time. The first plan wins unless another takes at least the fraction `margin` less. In a run of
+    several processes all must call, with the same plans, and all get the same answer. Raises TypeError and ValueError
+    for invalid plans and options, RuntimeError for a plan without devices.
     """
     check_dict("plans", plans)
     if not plans:

@@ -155,12 +155,12 @@ class Planned(ABC):
 
     @property
     def lower_bound(self) -> float:
-        """Seconds that no program at these ratios goes below."""
+        """A lower bound on the predicted seconds per call of any program with these ratios (`Result.lower_bound_s`)."""
         return self.result.lower_bound_s
 
     @property
     def joint_lower_bound(self) -> float:
-        """Seconds that no program at any ratios goes below."""
+        """A lower bound on the predicted seconds per call of any program, whatever its ratios."""
         return self.result.joint_lower_bound_s
 
     @property
@@ -177,18 +177,19 @@ class Planned(ABC):
     def memory(self) -> tuple[float, ...]:
         """Predicted peak bytes of each device of the cluster, in mesh order; 0 for one that is left out.
 
-        `result.exact`: in staged and fused form, each device's own shards; else in switch form, which pads them.
+        As planned: with shards of exact size if `result.exact` (staged and fused form), else with shards padded to the
+        largest (switch form).
         """
         return self.result.memory_bytes
 
     @property
     def held_bytes(self) -> tuple[float, ...]:
-        """As `memory`, in the form in which it runs."""
+        """As `memory`, but in `Plan.form`, which may store exact shards where padded ones were planned."""
         return held_bytes(self.form, self.traced.graph, self.result, self.cluster, overlap=self.scheduled)
 
     @property
     def memory_limit(self) -> float:
-        """Bytes that every device that takes part has: the least of all."""
+        """The smallest memory limit, in bytes, among the devices that take part."""
         return min(self.result.memory_limit_bytes[d] for d in self.devices)
 
     @property
@@ -198,25 +199,25 @@ class Planned(ABC):
 
     @cached_property
     def used(self) -> Cluster:
-        """The cluster of the devices that take part, for which the program is."""
+        """The cluster of just the devices that take part; the program is for these."""
         return self.cluster.subset(self.devices)
 
     def cost_model(self, cluster: Cluster | None = None) -> CostModel:
-        """The costs of the plan's instructions on the devices that take part, or on as many others."""
+        """The cost model of the devices that take part, or of `cluster`, which must have as many."""
         graph, result = self.traced.graph, self.result
         axes = self.program.axes
         return CostModel(graph, cluster or self.used, FactorTable(graph), axes, result.room, result.lowering)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Predicted: when each instruction runs, those that send beside those that compute, in the program's order."""
+        """The predicted start and end of each instruction, in the program's order and with overlap."""
         return program_timeline(self.program, self.sizes, self.cost_model())
 
     @property
     def exposed(self) -> tuple[float, ...]:
-        """Predicted, where collectives run beside computing: of each device of the cluster, in mesh order, the seconds
-        until its own last result in which it computes nothing, because it waits for collectives; 0 for one that is left
-        out. `RecordedCall.exposed_s` is the same as measured."""
+        """Predicted exposed communication with overlap, in seconds [devices of the cluster, in mesh order]: the time
+        until a device's own last result in which it waits for collectives and computes nothing; 0 for one that is left
+        out. `RecordedCall.exposed_s` is the measured time."""
         timeline, found = self.timeline, [0.0] * self.cluster.n
         for device, group in zip(self.devices, timeline.tasks.group_of.tolist(), strict=True):
             found[device] = float(timeline.exposed[group])
@@ -224,8 +225,8 @@ class Planned(ABC):
 
     @cached_property
     def ratios(self) -> dict[str, tuple[float, ...]]:
-        """Dimension class -> the fraction of each shard, in mesh order; 0 for devices that are left out. What has an
-        owner is not cut.
+        """Dimension class -> the fraction of each shard, in mesh order; 0 for devices that are left out. Classes with
+        an owner are not cut and have no entry.
 
         There are as many shards as positions along the mesh axes that cut the class, which its name tells, major first:
         axes of the cluster, or one over all its devices.

@@ -18,11 +18,11 @@ class LoweringOptions:
 
     # Bundles of collectives (`program/bundles.py`)
     bundled_bytes: int = 1 << 20
-    """Bytes on the wire, per device, up to which a collective goes together with others of its kind that wait for the
-    same: as XLA's compilers for GPUs join them, and the lowering for CPUs. On GPUs parts of what bundles give that are
-    as large, of unlike blocks, are cut out once."""
+    """Largest collective, in bytes sent per device, that is bundled with others of its kind and with the same
+    dependencies, as XLA's GPU compilers and the lowering for CPUs do. On GPUs, parts of a bundle's result up to this
+    size, of unlike blocks, are cut out once."""
     bundle_bytes: int = 16 << 20
-    """Bytes that go together at most, per device."""
+    """Largest bundle, in bytes sent per device."""
 
     # What arrives (`lower/_bundles.py`)
     indexed_bytes: int = 1 << 17
