@@ -14,7 +14,7 @@ from hapsynth.search.cost.device_speed import Floats, Ints
 from hapsynth.search.cost.share_range import Mask, ShareRange, spread
 
 _NOTHING = 1e-9
-"""The fraction of a tensor that is rounding, and no piece."""
+"""Pieces that are a smaller fraction of a tensor are rounding errors."""
 _SOLVED = 6
 """Of many ranges of one dimension, for how many at most the linear program is solved."""
 _ROWS = 2048

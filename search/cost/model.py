@@ -46,7 +46,7 @@ from hapsynth.search.cost.work import Work, lanes_of
 
 _SLICES = frozenset(("slice", "dynamic_slice", "gather"))
 _NEARLY = 1e-9
-"""Shares of which so little is missing come to what is asked for, as rounding has it."""
+"""The tolerance for rounding errors in sums of shares."""
 _LINE = 64.0
 """Bytes that a memory gives at once."""
 
@@ -621,7 +621,8 @@ class CostModel:
 
 
 def distinct(kinds: Ints, vectors: Sequence[npt.NDArray[np.generic]]) -> Ints:
-    """The first of the devices that are of one kind, and have the same in all vectors [devices], of each such set."""
+    """The first device of each set of devices that are of one kind and have equal entries in all `vectors`
+    [devices]."""
     return alike_devices(kinds, vectors)[0]
 
 

@@ -16,20 +16,21 @@ Range: TypeAlias = tuple[float, float]
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Places of at most so many of `count`, the first and the last and as far apart as may be between."""
+    """At most `most` evenly spaced indices into range(count), the first and the last included, rising."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
 class ShareRange(NamedTuple):
-    """From the least to the most that the largest of all shares may be; the largest of the slow devices, of all but
-    those of the fastest kind; and what the fast ones have in all."""
+    """Ranges, each from the least to the most: `largest`, of the largest of all shares; `slow`, of the largest share of
+    a device that is not of the fastest kind; `fast`, of the sum of the fastest kind's shares."""
 
     largest: Range
     slow: Range = (0.0, 1.0)
     fast: Range = (0.0, 1.0)
 
     def tightened(self, fast: Mask) -> ShareRange:
-        """The same with the ends that each of the three leaves the others. `fast`: which devices are."""
+        """The same ranges, each narrowed to what the other two allow. `fast` [devices]: which are of the fastest
+        kind."""
         (low, high), (least, most), (few, many) = self
         some = int(np.count_nonzero(fast))
         others = fast.size - some

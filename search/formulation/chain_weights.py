@@ -80,10 +80,9 @@ class ChainCosts:
 
     @cached_property
     def deferred_seconds(self) -> dict[int, Floats]:
-        """Of each deferrable op, under each of its triples and for each layout that its use needs, its seconds on each
-        kind of device or those that it sends after itself, whichever is less; then with those that it sends before the
-        join [triples, layouts or 1, 2 kinds]. Of what it sends it counts what does not slow computing down: that counts
-        at any rate."""
+        """Deferrable op -> [triples, layouts that its use needs or 1, 2 kinds]: the lesser of its seconds on each kind
+        of device and the seconds that it sends after itself; then the same with those that it sends before the join.
+        What it sends is divided by the slowdown, as the part that slows computing down is counted anyway."""
         deferral, slowdowns = self.space.deferral, np.array(self.space.resources.slowdowns)
         found: dict[int, Floats] = {}
         for deferrable in deferral.ops:
@@ -106,7 +105,8 @@ class ChainCosts:
         return _times(self.feeds(value), weights)
 
     def on_streams(self, weights: Floats) -> Floats:
-        """Weights of the kinds' streams [..., kinds] of something, as they count."""
+        """The effective weights of the kinds' compute streams [..., kinds]; at ideal ratios their sum is split between
+        kinds by `parts`."""
         return weights
 
     def feeds(self, value: int) -> Floats:
@@ -147,8 +147,8 @@ class ChainCosts:
         return self.builder.once(("along", ways), lambda: self._counted(ways.seconds))
 
     def offers(self, value: int, options: Interned[AvailableLayouts]) -> tuple[Floats, Ints, Floats]:
-        """Of every option: seconds of its shared conversions [options, columns], the layouts there are then [options,
-        most], and what lies before each [options, most, columns]."""
+        """For every option: seconds of its shared conversions [options, columns], the layouts that then exist [options,
+        most], and the seconds of the conversions before each of them [options, most, columns]."""
         ways, inside = self.ways[value], self.graph.home[value] > 0
 
         def make() -> tuple[Floats, Ints, Floats]:
@@ -219,13 +219,13 @@ class ChainCosts:
 
     @cached_property
     def _known_rows(self) -> list[tuple[Row, Row]]:
-        """What `_nearest` gave, by its place in `_use_rows`."""
+        """Results of `_nearest`, at the indices that the dicts of `_use_rows` hold."""
         return []
 
     @cached_property
     def _use_rows(self) -> list[tuple[list[int], dict[tuple[int, int], int]]]:
-        """Of each use, the layout that each state of its variable asks for, and where in `_known_rows` that is which is
-        known by option and layout; uses that are alike share both."""
+        """Per use, the index of the layout that each state of its variable requires, and (option, layout) -> index into
+        `_known_rows`; equal uses share both."""
         st, home = self.structure, self.graph.home
         groups: dict[RequiredLayouts, list[int]] = {}
         known: dict[object, dict[tuple[int, int], int]] = {}
@@ -247,8 +247,9 @@ class ChainCosts:
         *,
         inside: bool,
     ) -> tuple[Row, Row]:
-        """From the tensor of an option from which what is needed is reached the soonest: seconds to there, and of what
-        lies before the tensor, where they count [columns]. `group`: the layout that it must be; any where None."""
+        """From the layout of option `n` from which a required one is reached the soonest: seconds of the conversion
+        from it, and of the shared conversions before it [columns each]. `group`: the required layout's index in
+        `needs`; None for any of these."""
         ways, home = self.ways[value], self.graph.home[value] > 0
         options = self.structure.choices[self.structure.value_variable[value]].options
 
@@ -264,8 +265,8 @@ class ChainCosts:
 
 
 def _shared(ways: Conversions, least: Conversions, made: int, targets: Sequence[int]) -> tuple[float, dict[int, float]]:
-    """Seconds to bring what is made in one layout to others too, some ways, at the `least` that each step takes; and
-    those that lie before each layout."""
+    """Seconds to convert a value from its `made` layout to all `targets` along the paths of `ways`, with the step times
+    of `least`; and the seconds before each layout on these paths."""
     seconds, hops = ways.reached(made, targets)
     so_far = {made: 0.0}
     for a, b, _ in hops:

@@ -35,7 +35,7 @@ Columns = npt.NDArray[np.integer]
 """One per row of a field of `Occupancy`, or -1."""
 _NOWHERE = -1
 SENT = 0
-"""The column of seconds on the link; the others are those of the kinds' streams, as `Resources.counted` has them."""
+"""The column of seconds on the link; columns 1.. are the kinds' compute streams, as in `Resources.counted`."""
 _LINK, _STREAM, _LAST_ON_STREAM, _BEFORE_JOIN = range(4)
 _LONGEST = 32
 """Ops, and conversions, of a program, by which ops are classes of which one is a cut: by twice or eight times as many
@@ -59,8 +59,8 @@ class Resources:
 
     @cached_property
     def counted(self) -> Floats:
-        """Of a second on the link, how much counts there and, as it slows them down, on each kind's stream [1 +
-        kinds]."""
+        """The seconds for which one second on the link counts: on the link itself, then, as it slows computing down, on
+        each kind's stream [1 + kinds]."""
         return np.array([1.0, *(1 - 1 / slowdown for slowdown in self.slowdowns)])
 
 
@@ -79,11 +79,16 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class Occupancy:
-    """What one program takes. Seconds of each op on each kind of device and, last, of the slowest [ops, kinds + 1]; of
-    each on a kind of device or what it sends after itself, whichever is less, then the same with what it sends before
-    `Deferral.join` alone (`deferred` [ops, 2 kinds]); as `Resources.counted` those of each use's own conversion and of
-    the shared one up to what it takes [uses, columns], of each value's shared conversions and of those to where it ends
-    [values, columns]. `fed`: to put new arguments into memory [1, kinds + 1]."""
+    """Seconds for which one program occupies each resource.
+
+    `ops` [ops, kinds + 1]: computing on each kind of device and, last, on the slowest.
+    `deferred` [ops, 2 kinds]: the lesser of an op's computing and what it sends after itself, per kind; then the same
+    with only what it sends before `Deferral.join`.
+    `uses`, `shared` [uses, columns]: of a use's own conversion, and of the shared conversions up to the layout that it
+    takes. `values`, `ends` [values, columns]: of a value's shared conversions, and of those to an output's layout. The
+    columns of these four are those of `Resources.counted`.
+    `fed` [1, kinds + 1]: putting new arguments into memory.
+    """
 
     ops: Floats
     deferred: Floats
@@ -169,7 +174,7 @@ class ChainSpace:
         return sum(rows * width for rows, width in self._shapes.values())
 
     def places(self, field: str, columns: Columns) -> Ints:
-        """Where a field's columns lie in `Occupancy.flat`, of each row the one that is given."""
+        """The indices in `Occupancy.flat` of one column of each row of a field; rows with column -1 are left out."""
         begin = 0
         for name, (rows, width) in self._shapes.items():
             if name == field:
@@ -251,8 +256,8 @@ class ChainSpace:
         return Chain(key, np.concatenate([self.places(name, at) for name, at in columns.items()]))
 
     def deferred(self, cuts: Sequence[int], *, joined: bool) -> list[int]:
-        """The deferrable ops that may run before the last of some cuts or after it, and run after the one before that;
-        `joined`: those that `Deferral.join` waits for alone."""
+        """The deferrable ops that the last of `cuts` leaves unordered, so that they may run before or after it, and
+        that depend on the cut before it, if any. `joined`: only those that `Deferral.join` waits for."""
         last, reach, ops = cuts[-1], self.reach, np.array(self.deferral.op_indices, dtype=np.int64)
         related = (reach.ancestors(last) | reach.descendants(last))[ops]
         (possible,) = self.deferral.beside([last], related[None], joined=joined)
@@ -271,7 +276,7 @@ class ChainSpace:
 
     @staticmethod
     def _reached(mask: Mask | None, ops: npt.NDArray[np.int64]) -> Mask:
-        """Whether each of some ops is among those of a mask, all are where there is none; what is no op is not."""
+        """Whether `mask` has each of `ops`; true for all without a mask, and else false for `_NOWHERE`."""
         if mask is None:
             return np.ones(ops.shape, bool)
         return (ops >= 0) & mask[ops]

@@ -56,8 +56,8 @@ class Interned(tuple[_T, ...]):
 
 _NONE: Interned[Any] = Interned()
 _CUTS, _TOGETHER = 8, 2
-"""In which a value may be besides that in which it is made: of up to so many all sets are offered, of more, as these
-double with each, those of so many."""
+"""For a value with at most `_CUTS` cuts besides the one in which it is made, every set of them is offered; with more,
+as the number of sets doubles with each, only sets of at most `_TOGETHER`."""
 
 
 def cuts_together(count: int) -> int:
@@ -66,7 +66,7 @@ def cuts_together(count: int) -> int:
 
 
 class _Touched(NamedTuple):
-    """What some layouts do to a value: the dimensions that they cut, by what they combine, who owns it."""
+    """The union, over some placements of a value, of its cut dimensions, pending reductions and owners."""
 
     dims: set[int]
     reductions: set[Reduction]
@@ -91,7 +91,8 @@ class _Touched(NamedTuple):
 
 
 class AvailableLayouts(NamedTuple):
-    """A value made as `computed` and brought to `targets` once for all uses, the cheapest way from what is there."""
+    """The layouts in which a value exists: `computed`, and `targets`, to which it is converted once for all uses, by
+    the cheapest path from the layouts that exist already."""
 
     computed: Layout
     targets: tuple[Layout, ...] = ()
@@ -107,7 +108,8 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """The states of a variable; those that are alike share one. `triple` and `option` number each state's, -1: none."""
+    """The states of a variable; equal variables share one domain. `triple`, `option` [states]: the index of each
+    state's triples and of its availability, -1 for None."""
 
     triples: Interned[Triples]
     options: Interned[AvailableLayouts]
@@ -129,10 +131,11 @@ class Domain:
 
 @dataclass(frozen=True, eq=False)
 class Restriction:
-    """What a caller may pin: stored layouts of inputs, those in which outputs end by their positions, dimensions that
-    may be cut, values never converted once for all uses (ZeRO-3 gathers its parameters again for every use),
-    conversions that may be made. `role`: all that `convertible` asks about a value, so that values alike in it share
-    what is made of it. `cuttable`: dimensions of values that may be cut though no op asks for it."""
+    """Restrictions that a caller may impose. `stored`: input value -> the layout in which it is stored. `ends`:
+    position of an output -> its layout. `allowed`: the dimensions that may be cut. `private`: values never converted
+    once for all uses (ZeRO-3 gathers its parameters again for every use). `convertible`: the conversions that may be
+    made. `role`: a key; values with equal keys get equal answers from `convertible`, and share what is derived from
+    them. `cuttable`: value -> dimensions that may be cut although no op asks for it."""
 
     stored: Mapping[int, Layout] = field(default_factory=dict)
     allowed: Allowed | None = None
@@ -153,8 +156,9 @@ class RequiredLayouts:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """One edge. `reader`: the op that takes the value; -1 where it is carried to the next step. `place`: the region in
-    which it is converted for this use; `runs`: how often that is in a step."""
+    """One edge, from a value to the variable that uses it. `reader`: the op that takes the value, or -1 where it is
+    carried to the next step. `place`: the region in which it is converted for this use; `runs`: the executions of that
+    conversion per step."""
 
     value: int
     variable: int
@@ -178,10 +182,10 @@ class ChoiceSpace:
         owners: Owners | None = None,
         agreed_axes: frozenset[int] = frozenset(),
     ) -> None:
-        """`sparing`: what a value is held as between its op and its only use is a choice too, which matters where
-        memory does. `owners`: the positions along the one axis that may run an op alone. `agreed_axes`: the mesh axes
-        along which devices round differently, so that what selects elements is run by one for all, not by each for
-        itself."""
+        """`sparing`: the layout in which a value is held between its op and its only use is a choice too, which matters
+        where memory is short. `owners`: the positions along the one axis that may run an op alone. `agreed_axes`: the
+        mesh axes along which devices round differently, so that ops that select elements are run by one device for all
+        instead of redundantly."""
         assert axes == 1 or not owners
         self.graph, self.table, self.axes, self.sparing = graph, table, axes, sparing
         self.owners, self.agreed_axes = owners or {}, agreed_axes

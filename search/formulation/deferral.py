@@ -74,8 +74,9 @@ class Deferral:
         return [d.op for d in self.ops]
 
     def beside(self, cuts: Sequence[int], related: Mask, *, joined: bool) -> Mask:
-        """bool [cuts, deferrable ops]: which may run before each of some ops or after it; none where it is no cut.
-        `related`: which it depends on, or depend on it, alike. `joined`: only those that the join waits for."""
+        """bool [cuts, deferrable ops]: which ops each of `cuts` leaves unordered, so that they may run before or after
+        it; none for an op that can be no cut. `related`, of the same shape: which are its ancestors or descendants.
+        `joined`: only those that the join waits for."""
         found = ~related & self.is_cut[cuts][:, None]
         return found & self.before_join[self.op_indices] if joined else found
 
@@ -131,8 +132,9 @@ class SentAfter:
                 self._uses.setdefault(use.value, []).append(use)
 
     def seconds(self, deferrable: Deferrable, before: int | None = None) -> Floats:
-        """At least, after an op under each of its triples, and for each layout that its use needs where it ends in that
-        [triples, layouts or 1]. `before`: an op, for what has to be sent before it alone; None for whatever is sent."""
+        """Lower bound on the seconds sent after an op [triples, layouts or 1]: under each of its triples and, where it
+        has a `use`, for each layout that this needs. `before`: an op, to count only what must be sent before it; None
+        to count all."""
         waited_for = None if before is None else self.deferral.reach.ancestors(before)
         graph, mine, use = self.structure.graph, set(deferrable.values), deferrable.use
         if use is not None:
@@ -145,8 +147,8 @@ class SentAfter:
         return self._after_op(deferrable.op, from_layouts)[:, None]
 
     def _from_layouts(self, value: int, mine: set[int], known: dict[int, Floats], waited_for: Mask | None) -> Floats:
-        """At least, for a value made in each of its layouts [layouts]: for the use for which that is the most, of those
-        of some ops (`waited_for`)."""
+        """Lower bound on the seconds sent after a value, per layout in which it is made [layouts]: the maximum over its
+        uses and output layouts, or only over its uses by ops of `waited_for`."""
         to = self.least_ways(value).seconds
         number = self.ways[value].layouts.number
         found = np.zeros(len(to))
@@ -165,7 +167,7 @@ class SentAfter:
         return found
 
     def _after_op(self, op: int, known: dict[int, Floats]) -> Floats:
-        """At least, after an op under each of its triples [triples]: for the result for which that is the most."""
+        """Lower bound on the seconds sent after an op under each of its triples [triples]: the maximum over results."""
         triples = self.structure.triples[op]
         found = np.zeros(len(triples))
         for position, value in enumerate(self.structure.graph.ops[op].results):

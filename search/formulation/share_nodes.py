@@ -119,8 +119,8 @@ class ShareNodes:
     # Functions
 
     def at(self, seconds: Floats) -> Floats:
-        """Of functions that take at least so many seconds within each cell [rows, cells], those at the nodes [rows,
-        nodes]."""
+        """Values at the nodes [rows, nodes] of functions whose lower bounds per cell are `seconds` [rows, cells]: the
+        minimum over the cells that contain a node."""
         low, high = np.array(self.cells).T
         found: list[Floats] = []
         for share in self.shares:
@@ -130,14 +130,15 @@ class ShareNodes:
         return np.stack(found, axis=1)
 
     def above(self, seconds: Floats) -> Floats:
-        """As `at`, or less where a node stands for less."""
+        """As `at`, but the first and the last node also cover all cells before and after them."""
         most, (low, high) = self.at(seconds), np.array(self.cells).T
         most[:, 0] = np.minimum(most[:, 0], seconds[:, low <= self.shares[0] + _ROUNDING].min(axis=1))
         most[:, -1] = np.minimum(most[:, -1], seconds[:, high >= self.shares[-1] - _ROUNDING].min(axis=1))
         return most
 
     def between(self, seconds: Floats) -> list[tuple[Floats, Floats]]:
-        """From each node to the next, the same of what lies between: how far along [places], seconds [rows, places]."""
+        """For each pair of neighbouring nodes, the bounds in the cells between them: relative positions in [0, 1]
+        [places], and seconds [rows, places]."""
         found: list[tuple[Floats, Floats]] = []
         ends = np.array(self.cells[:-1])
         for first, last in pairwise(self.shares):
@@ -148,8 +149,8 @@ class ShareNodes:
         return found
 
     def worst(self, seconds: Floats, k: int) -> tuple[float, float]:
-        """(share, seconds) where a function [cells] takes the least less than a node stands for, or than straight lines
-        to those beside it say."""
+        """(share, seconds) of the cell, around node `k`, where a function [cells] lies furthest below its linear
+        interpolation between the nodes, and by how much."""
         middle = np.array(self.cells[:-1]).mean(axis=1)
         line = np.interp(middle, self.shares, self.at(seconds[None])[0])
         first, last = self.shares[max(k - 1, 0)], self.shares[min(k + 1, len(self.shares) - 1)]
@@ -164,12 +165,12 @@ class ShareNodes:
         return [*first, *(sum(pair) / 2 for pair in pairwise(self.shares[max(k - 1, 0) : k + 2]))]
 
     def below(self, seconds: Floats) -> Floats:
-        """What may stand at the nodes [rows, nodes] for functions that take at least so many seconds within each cell
-        [rows, cells]: straight lines between exceed them nowhere.
+        """Values at the nodes [rows, nodes] whose linear interpolation nowhere exceeds functions with the lower bounds
+        `seconds` [rows, cells].
 
-        What they take at the nodes is lowered alike where a line lies above something, or to the least of all if that
-        leaves less than it; then the nodes are raised again as far as may be, one by one, where the least stands first,
-        as there programs will be."""
+        Both ends of a line are lowered by as much as the line is too high; where that leaves less than a function's
+        minimum, its nodes start from the minimum instead. Then each node is raised as far as possible, the one of the
+        least value first, as programs will be there."""
         most, between = self.above(seconds), self.between(seconds)
         least = seconds.min(axis=1, keepdims=True)
         over = np.zeros((len(most), len(between) + 2))

@@ -176,7 +176,8 @@ class RangeBuilder(BuilderOfWays):
     def _moves(self, value: int, layouts: LayoutSet) -> dict[tuple[int, int], float]:
         """Seconds, at least, from one range of a dimension to another."""
         found, nbytes = dict[tuple[int, int], float](), float(self.graph.values[value].nbytes)
-        # What devices have in all that others gain, or lose, the larger part of, if they are fewer.
+        # The share of all fast devices together changes by the third gap, and that of the slow ones likewise: in the
+        # smaller group some device gains, or loses, at least an even part of it.
         fast = int(np.count_nonzero(self.costs.fastest))
         group = min(fast, self.costs.n - fast) or 1
         for i, j, _ in layouts.hops:

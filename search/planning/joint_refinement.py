@@ -37,21 +37,22 @@ _TOLERANCE = 0.02
 """Of what the bound still lacks."""
 _SAFETY = 1e-9
 _WORTH = 0.02
-"""Of what the bound still lacks: ranges that can gain less, with all that are alike, are left as they are."""
+"""A range is divided only if it, with all equivalent ones, can close this fraction of what the bound still lacks."""
 _MOST = 0.2
-"""Of what the ranges can gain the most of that are cut together: others are left as they are."""
+"""A range is divided only if it can gain this fraction of the most that one of the ranges cut together can."""
 _NEAR = 0.5
 """Of the room: a plan that holds less is not dearer for want of memory."""
 _CLOSER = 0.25
-"""What is left of what a range can gain once it is divided."""
+"""The fraction of a range's possible gain that its parts may still have."""
 _PARTS = 8
 """Of a range, in one round."""
 _FEW = 16, 4
-"""Units of a dimension, and of each device's even share of it: of fewer each share is told from the next, in ranges."""
+"""Dimensions of fewer units, or with fewer units in a device's even share, have ranges, down to single units, and no
+nodes."""
 _SUITED = 121
 """Shares of which works are asked which suits them best."""
 _HEAVY = 0.05
-"""Of all works' seconds: a share that suits works of less is no node to begin with."""
+"""A share is a first node only if works with this fraction of all works' seconds are best there."""
 _APART = 0.02
 """Of an even share: two nodes to begin with."""
 _POINTS = 33
@@ -352,7 +353,7 @@ def _between(ends: Range, units: int) -> Floats:
 
 
 def _parted(seconds: Callable[[Range], Floats], ends: Range, inside: Sequence[float], least: float) -> list[float]:
-    """The fewest ends of parts in which all takes `least` seconds, but for parts that cannot be divided."""
+    """The inner ends of the fewest parts that each take at least `least` seconds or cannot be divided further."""
     (low, high), found = ends, list[float]()
     begin, first = low, 0
     while seconds((begin, high))[0] < least and first < len(inside):

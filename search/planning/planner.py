@@ -49,23 +49,23 @@ _T = TypeVar("_T")
 
 _ROUNDS = 6
 _SEARCHING, _SEARCHING_SUMS = 0.7, 0.35
-"""Of a time budget, for programs and ratios; with overlap for those of the least sum, from which makespans are
-sought."""
+"""The fraction of a time budget for the search over programs and ratios. With overlap: for the programs of the least
+sum, from which the search for makespans starts."""
 _AMPLE = 0.5
-"""Of the room: XLA's order was seen to hold up to 1.2 times what the program's own does."""
+"""A fraction of the memory limit. In XLA's order a program was seen to hold up to 1.2 times as much as in its own."""
 _TOLERANCE = 1e-6
 _JOINT_TOLERANCE = 1e-4
 _SAFETY = 1e-9
 _WIDE_TOLERANCE = 5e-5
 """With several mesh axes, where the last steps of the bound take longest; still half of what counts as settled."""
 ROUGH_TOLERANCE = 2e-3
-"""With several mesh axes, before the last search, which is the one that has to prove something. With a looser one the
-next search's dual begins from less: 5e-3 made BERT-base on 2x4 slower."""
+"""The tolerance with several mesh axes before the last search, whose bound alone is kept. With a looser one the dual of
+the next search starts from a worse point: 5e-3 made BERT-base on 2x4 slower."""
 
 
 class InfeasibleError(ValueError):
-    """No program fits the devices' memory. `needs`: bytes per device of the smallest one that was found. `excess`: what
-    that holds over what there is, on the device where this is most; 1 where none was found."""
+    """No program fits the devices' memory. `needs`: bytes per device of the smallest program found. `excess`: its
+    largest ratio of bytes held to bytes available on a device; 1 where none was found."""
 
     def __init__(self, text: str, needs: float | None = None, excess: float = 1.0) -> None:
         super().__init__(text)
@@ -80,7 +80,8 @@ class _OwnRatios(NamedTuple):
 
 
 class _JointBound(NamedTuple):
-    """`sought`: the most that was; `limits`: within how many of memory."""
+    """`sought`: the value beyond which no tighter bound was sought; `limits`: how many memory limits it takes into
+    account."""
 
     bound: float
     sought: float
@@ -103,7 +104,7 @@ class Planner:
         rough = ROUGH_TOLERANCE if len(self._starts) > 1 else _WIDE_TOLERANCE
         self._tolerance = rough if self._several_axes else _TOLERANCE
         self._bar = np.inf
-        """What costs as much is of no use: of the last `explore`."""
+        """The `bar` of the last `explore`: programs that cost this much or more are not wanted."""
         self._glance: Glance | None = None
         """At the first start's ratios, until `explore` goes on from there."""
         self._own: _OwnRatios | None = None
@@ -111,7 +112,7 @@ class Planner:
         self._joint: _JointBound | None = None
         self._makespans: MakespanSearch | None = None
         self._looked: tuple[Scheduled, float] | None = None
-        """The best program of these, and what it takes in the end."""
+        """The best program of `_makespans`, and its final makespan in seconds."""
         self.effort.choices_s = self.clock.elapsed()
 
     @property
@@ -126,7 +127,8 @@ class Planner:
 
     @property
     def excess(self) -> float:
-        """What the smallest program so far holds over what there is, on the device where this is most; 1 before any."""
+        """The largest ratio of bytes held to bytes available on a device, of the smallest program so far; 1 before
+        any."""
         least = self._incumbent.least
         return least.memory / self.limit if least else 1.0
 
@@ -160,9 +162,9 @@ class Planner:
         return self.cost
 
     def explore_makespans(self, known_s: float = np.inf) -> float:
-        """The makespan of the best program of a first look from that of the least sum, scheduled as in the end where it
-        may be less than `known_s` seconds then; of that of the least sum itself where there is no time for a look, inf
-        where there is none."""
+        """Seconds: the makespan of the best program that a first search from the program of the least sum finds. It is
+        scheduled as thoroughly as in the end if that may bring it below `known_s` seconds. Without time for the search,
+        the makespan of the program of the least sum itself; inf where there is none."""
         best = self._incumbent.best
         if best is None:
             return np.inf
@@ -346,7 +348,8 @@ class Planner:
         return InfeasibleError(lacking, max(least.held()) if least else None, self.excess)
 
     def _held(self, best: Candidate) -> tuple[float, ...]:
-        """Bytes of each device in XLA's order or, where limits bind, in the program's, which they count."""
+        """Peak bytes of each device, in XLA's order or, where memory is short, in the program's own, to which the
+        limits apply."""
         ample = best.memory <= _AMPLE * self.limit
         return held_by(best.program, best.sizes, self.task.costs) if ample else best.held()
 
@@ -405,8 +408,8 @@ class Planner:
                 return
 
     def _reshared(self, best: Candidate, bound: float | None) -> tuple[Candidate, float | None]:
-        """The best program with classes cut at several ratios where that pays, and the bound at the ratios that it then
-        has; as they were where it was asked how classes are cut."""
+        """The best program with classes cut at several ratios where that pays, and the bound at its ratios; both
+        unchanged where the ratios are fixed."""
         if self.task.options.fixed_ratios is not None or self.clock.late():
             return best, bound
         return resharded(self._search, best, bound, self._tolerance)
@@ -415,8 +418,8 @@ class Planner:
         return best.cost - bound <= max(_SETTLED, self._tolerance) * best.cost
 
     def _certify(self, best: Candidate) -> tuple[Candidate, float | None]:
-        """The bound at the best pair's own sizes; a cheaper pair found on the way becomes the best, and has none where
-        it is too late to look for it."""
+        """The best pair and the bound at its own sizes. A cheaper pair found on the way becomes the best; its bound is
+        None if no time is left to find it."""
         search, incumbent = self._search, self._incumbent
         self._tolerance = min(self._tolerance, _WIDE_TOLERANCE)
         for repeated in range(_ROUNDS):

@@ -8,8 +8,9 @@ from math import inf
 
 
 def improving(count: int, is_better: Callable[[set[int]], bool], trials: int, in_vain: float = inf) -> set[int]:
-    """The changes, of so many, with which something is better than without, in at most so many trials, `in_vain` of
-    them in a row. `is_better`: whether it is with some than with those that were the best until then."""
+    """The changes out of range(`count`) that improve the result, found in at most `trials` trials, and at most
+    `in_vain` failures in a row. `is_better(changes)`: whether the result with `changes` is better than the best until
+    then."""
     taken: set[int] = set()
     blocks = deque([range(count)] if count else [])
     left = in_vain

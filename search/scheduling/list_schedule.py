@@ -50,9 +50,9 @@ _QUEUES = {Machine.LINK: 0, Machine.COMPUTE: 1, Machine.EVERYTHING: 1, Machine.L
 def schedule(
     tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf, stopped: Callable[[], bool] = never
 ) -> Timeline:
-    """The timeline of the best order and bundles found. `quick`: only the most promising of the orders are looked at,
-    and no other bundles than those that suggest themselves where it takes longer than `bar` seconds with them. Once it
-    is `stopped` it is as with `quick`, or the best until then."""
+    """The timeline of the best order and bundles found. `quick`: only the most promising orders are tried, and other
+    bundles than those of ready collectives only if the makespan with these is at most `bar` seconds. Once `stopped`
+    returns true, the result is as with `quick`, or the best so far."""
     if not quick:
         return iterated(improved(tasks, stopped), stopped)
     return _quick(_of_best_order(tasks.contracted(), quick=True), bar, stopped)

@@ -29,9 +29,9 @@ LargestOf = Callable[[Cut], float | Floats]
 
 @dataclass(eq=False)
 class CommTerm:
-    """Conversions whose bytes are a product of largest shares: what takes seconds in proportion to it, at 1; what does
-    not, as measured or by one of several algorithms, as bytes at 1 and how often; and the cuts multiplied and divided
-    by."""
+    """The cost of conversions whose bytes are a product of largest shares. `times`, `over`: the cuts whose largest
+    shares are multiplied, and divided by. `seconds`: of costs proportional to the product, at product 1. `curved`, for
+    measured costs and those by one of several algorithms: curve -> {bytes at product 1: runs}."""
 
     times: tuple[Cut, ...]
     over: tuple[Cut, ...]
@@ -68,7 +68,7 @@ class CommTerm:
 
     @property
     def load(self) -> object:
-        """What wires with like cuts differ by."""
+        """A key that distinguishes terms with the same cuts."""
         return self.seconds, tuple((curve, tuple(runs.items())) for curve, runs in self.curved.items())
 
 
@@ -100,7 +100,7 @@ class BoundaryTerm:
 
     @property
     def load(self) -> object:
-        """What those with like cuts differ by."""
+        """A key that distinguishes terms with the same cuts."""
         return self.new if isinstance(self.new, Even) else None, self.nbytes, self.runs
 
 
@@ -141,7 +141,7 @@ class RoundsTerm:
 
     @property
     def load(self) -> object:
-        """What those with like cuts differ by."""
+        """A key that distinguishes terms with the same cuts."""
         return self.axis, self.nbytes, self.runs
 
 

@@ -41,7 +41,7 @@ from hapsynth.search.solver import Ints
 
 _LP_ROUNDS = 6
 _POLISHED = 3
-"""Of many kinds, how many numbers of them are followed up."""
+"""The number of candidate sizes that are polished where there are more than `FEW` kinds."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -219,12 +219,12 @@ class ClassUnits:
 
     @property
     def only_rises(self) -> bool:
-        """Whether it nowhere costs less to have a unit more."""
+        """Whether the cost is non-decreasing in every position's units."""
         return not self._any_helps
 
     def at_least(self, positions: Ints) -> float:
-        """Seconds that are taken at least once every one of some positions, which are alike, has got a unit from
-        others: no more positions than these have less."""
+        """A lower bound on the seconds after each of `positions`, which are equivalent, has gained a unit from others;
+        at most as many other positions have lost one."""
         count, first = positions.size, positions[:1]
         terms: dict[int, Floats] = {}
         for depth, layer in self._layers.items():
@@ -245,8 +245,8 @@ class ClassUnits:
         return np.sort(first)
 
     def _slowest(self, positions: Ints, tops: dict[int, _Top], largest: dict[int, _Top]) -> npt.NDArray[np.bool_]:
-        """Which of some positions alone are the slowest at something, or have the largest share; of those that are
-        joined in one that is, and nothing else, the first."""
+        """bool [positions]: those that alone are the slowest at some term or have the largest share. If that is true
+        only of several positions joined in one, the first of these."""
         found = np.zeros(positions.size, dtype=bool)
         joined: list[Ints] = []
         for depth, top in (*tops.items(), *largest.items()):
@@ -261,8 +261,8 @@ class ClassUnits:
         return found
 
     def _rest(self, positions: Ints) -> Ints:
-        """Of positions from which a unit may as well be taken as from any other, the first, and the first of those that
-        are joined."""
+        """The first position of each joined set, or of all if none are joined: a unit may as well be taken from it as
+        from the others."""
         inner = max([self._inner(depth) for depth in (*self._layers, *self._depths)], default=1)
         places = positions // inner if inner > 1 else np.zeros_like(positions)
         return positions[np.unique(places, return_index=True)[1]]
@@ -377,7 +377,7 @@ class _Layer:
         return self._found(self.kind_of, shares, whole_tiles=False)
 
     def begin(self, shares: Ints) -> None:
-        """From these shares, one per position, on."""
+        """Reset to `shares` [positions]."""
         self._shares = shares.copy()
         key = self.kind_of * (self.units + 1) + shares
         keys, which = np.unique(key, return_inverse=True)
