@@ -22,7 +22,7 @@ from hapsynth.checkpoint.manifest import Box, CheckpointError, Leaf, Manifest, S
 from hapsynth.checkpoint.reader import Reader
 from hapsynth.checkpoint.writer import Holders, save
 from hapsynth.lower import Lowered, Shards, Staged, Storage, local_positions, parts
-from hapsynth.running.allgather import told
+from hapsynth.running.allgather import allgather_json
 from hapsynth.running.arguments import Arguments
 from hapsynth.running.process_local_data import ProcessLocalLoader, Slices
 
@@ -204,7 +204,7 @@ def _agreed(mesh: Mesh, what: str, work: Callable[[], Any]) -> list[Any]:
         message, error = {"error": f"{what}: {type(failed).__name__}: {failed}"}, failed
     if mesh.is_multi_process and error is not None:
         message["error"] += f" [process {jax.process_index()} on {socket.gethostname()}]"
-    answers = told(mesh, message, "saving or restoring state")
+    answers = allgather_json(mesh, message, "saving or restoring state")
     wrong = [s["error"] for s in answers if "error" in s]
     if wrong:
         raise CheckpointError(wrong[0]) from error

@@ -34,11 +34,11 @@ def gathered(mesh: Mesh, own_row: Floats) -> Floats:
     ranks = ranks_of(mesh)
     if len(ranks) == 1 or jax.process_index() not in ranks or not own_row.size:
         return np.tile(own_row, (mesh.size, 1))
-    rows = dict(zip(ranks, told(mesh, own_row.tolist(), "comparing numbers"), strict=True))
+    rows = dict(zip(ranks, allgather_json(mesh, own_row.tolist(), "comparing numbers"), strict=True))
     return np.array([rows[d.process_index] for d in mesh.devices.flat], np.float64)
 
 
-def told(mesh: Mesh, message: Any, doing: str) -> list[Any]:
+def allgather_json(mesh: Mesh, message: Any, doing: str) -> list[Any]:
     """The message of each process of the mesh, in the order of their numbers, as JSON holds it. All must call, and wait
     for one another as long as they live. `doing`: what the others are told that this process does."""
     messages = exchanged(mesh, message, doing)

@@ -18,7 +18,7 @@ from hapsynth.graph.ir import Literal, Value
 from hapsynth.graph.trace import Traced
 from hapsynth.instructions.testing.example_arguments import random_arguments
 from hapsynth.lower import host_array, with_weak_type
-from hapsynth.running.allgather import told
+from hapsynth.running.allgather import allgather_json
 from hapsynth.running.arguments import Arguments
 from hapsynth.running.base import Planned
 from hapsynth.running.sharded_array import plain, whole
@@ -217,7 +217,7 @@ def _of_all(mesh: Mesh, work: Callable[[], list[_Verdict]]) -> list[_Verdict]:
         error = failed
         at = f"[process {jax.process_index()} on {socket.gethostname()}]"
         message["error"] = f"the function can't be run to check the plan: {type(failed).__name__}: {failed} {at}"
-    answers = told(mesh, message, "checking a plan")
+    answers = allgather_json(mesh, message, "checking a plan")
     if error is not None:
         raise error
     for answer in answers:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from hapsynth import _jax
 from hapsynth.lower import parts
-from hapsynth.running.allgather import told
+from hapsynth.running.allgather import allgather_json
 from hapsynth.running.base import Planned
 from hapsynth.running.sharded_array import whole
 
@@ -28,7 +28,7 @@ def strange_results(
 ) -> tuple[str, str] | None:
     """A result of which a process of the mesh holds a value that was looked for: its path, and "nan" or "inf". All
     processes must call, and get the same: where one alone raised, the others would go on with the new state."""
-    found = told(mesh, _strange_here(paths, stored, kinds), "looking for NaN and infinities")
+    found = allgather_json(mesh, _strange_here(paths, stored, kinds), "looking for NaN and infinities")
     return next(((path, kind) for path, kind in filter(None, found)), None)
 
 

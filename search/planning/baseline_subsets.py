@@ -58,11 +58,12 @@ class BaselinesOnSubsets:
         bound = self._work.makespan_on if overlap else self._work.on
         sets = {devices: bound(cluster.subset(devices)) for devices in self._sets if len(devices) > 1}
         for devices, least in sorted(sets.items(), key=lambda item: (item[1], item[0])):
-            bars = {name: b.cost_s if b.fits else np.inf for name, b in best.items()}
+            cutoffs = {name: b.cost_s if b.fits else np.inf for name, b in best.items()}
             if not each:
-                bars = dict.fromkeys(bars, min(bars.values()))
-            for name, b in self._made(devices, bars, overlap=overlap).items() if least < max(bars.values()) else ():
-                best[name] = min(best[name], b, key=_merit)
+                cutoffs = dict.fromkeys(cutoffs, min(cutoffs.values()))
+            if least < max(cutoffs.values()):
+                for name, b in self._made(devices, cutoffs, overlap=overlap).items():
+                    best[name] = min(best[name], b, key=_merit)
         found = dict(whole)
         found |= {name_on(name, b): b for name, b in best.items() if b is not whole[name]}
         fastest = Ranking(cluster, self.task.costs.speed_of).fastest(1)
@@ -73,22 +74,22 @@ class BaselinesOnSubsets:
             found[ONE_DEVICE] = self._on_one(overlap=overlap)
         return found
 
-    def _made(self, devices: Devices, bars: Mapping[str, float], *, overlap: bool) -> dict[str, Baseline]:
-        """All on some devices; with `overlap` those that may take less than their `bars` of seconds."""
+    def _made(self, devices: Devices, cutoffs: Mapping[str, float], *, overlap: bool) -> dict[str, Baseline]:
+        """All on some devices; with `overlap` those that may take less than their `cutoffs` of seconds."""
         if devices not in self._plain:
             self._plain[devices] = self._make(self._baselines(devices), self.names)
         if not overlap:
             return dict(self._plain[devices])
-        made = {name: self._overlapped(devices, name, bars.get(name, np.inf)) for name in self.names}
+        made = {name: self._overlapped(devices, name, cutoffs.get(name, np.inf)) for name in self.names}
         return {name: b for name, b in made.items() if b is not None}
 
-    def _overlapped(self, devices: Devices, name: str, bar: float) -> Baseline | None:
-        """One whose plain program was made; None where that takes `bar` seconds in any order."""
+    def _overlapped(self, devices: Devices, name: str, cutoff: float) -> Baseline | None:
+        """One whose plain program was made; None where that takes `cutoff` seconds in any order."""
         key = devices, name
         if key not in self._beside:
             plain, on = self._plain[devices][name], self._baselines(devices)
             tasks = tasks_of(plain.program, plain.sizes, on.costs, dominated=False)
-            if least_makespan(tasks) >= bar:
+            if least_makespan(tasks) >= cutoff:
                 return None
             self._beside[key] = on.overlapped(plain, tasks)
         return self._beside[key]
@@ -100,8 +101,8 @@ class BaselinesOnSubsets:
             return found[0][1]
         best: Baseline | None = None
         for name, _ in found:
-            bar = best.cost_s if best is not None and best.fits else np.inf
-            b = self._overlapped(devices, name, bar)
+            cutoff = best.cost_s if best is not None and best.fits else np.inf
+            b = self._overlapped(devices, name, cutoff)
             best = min(filter(None, (best, b)), key=_merit)
         assert best is not None
         return best

@@ -137,7 +137,7 @@ class _Entry:
     bound: float = 0.0
     planner: Planner | None = None
     searched: float = 0.0
-    """The bar that its programs had to stay below."""
+    """The cutoff that its programs had to stay below."""
 
 
 class ClusterPlanner:
@@ -147,15 +147,15 @@ class ClusterPlanner:
     def __init__(self, task: Task) -> None:
         self.task = task
 
-    def glance(self) -> float:
+    def first_excess(self) -> float:
         """What the first program that comes up, on all devices, holds over what there is; `run` goes on from there."""
-        self._whole.glance()
+        self._whole.first_cost()
         return self._whole.excess
 
     @gc_paused()
     def run(self) -> Result:
-        """Plan; InfeasibleError and Ctrl-C as with `Planner.run`. The time budget counts from `glance`, if that was
-        called."""
+        """Plan; InfeasibleError and Ctrl-C as with `Planner.run`. The time budget counts from `first_excess`, if that
+        was called."""
         options = self.task.options
         return self._run() if not options.overlap or options.least_speedup <= 1.0 else self._where_it_gains()
 
@@ -165,26 +165,26 @@ class ClusterPlanner:
         plain = ClusterPlanner(task.on(task.cluster, overlap=False, time_budget_s=clock.allotted(0.5))).run()
         if plain.interrupted or clock.no_time():
             return plain
-        bar = plain.cost_s / task.options.least_speedup
+        cutoff = plain.cost_s / task.options.least_speedup
         try:
-            found = self._run(bar)
+            found = self._run(cutoff)
         except InfeasibleError:
             return plain  # there was no time left to find a program that fits once more
         except KeyboardInterrupt:
             return replace(plain, interrupted=True)
-        return found if found.cost_s <= bar else replace(plain, interrupted=found.interrupted)
+        return found if found.cost_s <= cutoff else replace(plain, interrupted=found.interrupted)
 
-    def _run(self, bar: float = np.inf) -> Result:
-        """`bar`: a makespan that none is sought above."""
+    def _run(self, cutoff: float = np.inf) -> Result:
+        """`cutoff`: a makespan that none is sought above."""
         options, n = self.task.options, self.task.cluster.n
         if options.devices is not None:
-            result = self._whole.run(bar)
+            result = self._whole.run(cutoff)
             return result if len(options.devices) == n else _spread(result, options.devices, self.task)
         asked = options.restriction is not None or options.fixed_ratios is not None
         if not options.leave_out or asked or n == 1:
-            return self._whole.run(bar)
+            return self._whole.run(cutoff)
         if options.overlap:
-            return _OverlappedSubsets(self.task, self._whole, bar).run()
+            return _OverlappedSubsets(self.task, self._whole, cutoff).run()
         return _SubsetSearch(self.task, self._whole).run()
 
     @cached_property
@@ -275,12 +275,12 @@ class _SetsOfDevices:
 
 class _OverlappedSubsets(_SetsOfDevices):
     """For the least makespan. A set is looked at briefly where the work of its ops alone takes less than the best
-    makespan so far, and planned for in earnest where what came up then is about as good as the best. `bar`: a makespan
-    that none is sought above."""
+    makespan so far, and planned for in earnest where what came up then is about as good as the best. `cutoff`: a
+    makespan that none is sought above."""
 
-    def __init__(self, task: Task, whole: Planner, bar: float) -> None:
+    def __init__(self, task: Task, whole: Planner, cutoff: float) -> None:
         super().__init__(task, whole)
-        self.bar = bar
+        self.cutoff = cutoff
         self._kept = _LEAST_LEFT * (task.options.time_budget_s or 0.0)
 
     def run(self) -> Result:
@@ -302,11 +302,11 @@ class _OverlappedSubsets(_SetsOfDevices):
         if not np.isfinite(min(looks).makespan_s):
             # No set fits. What is told is what all devices lack, not the first in order.
             whole.clock.interrupted |= self._interrupted
-            return whole.conclude(self.bar)
+            return whole.conclude(self.cutoff)
         best: Result | None = None
         chosen, with_all = everyone, looks[0].makespan_s
         for look in sorted(looks):
-            enough = min(best.cost_s * (1 - SETTLED / 2) if best else np.inf, self.bar)
+            enough = min(best.cost_s * (1 - SETTLED / 2) if best else np.inf, self.cutoff)
             look.planner.clock.allow(self._left())
             late = self._late()
             look.planner.clock.interrupted |= self._interrupted
@@ -366,9 +366,9 @@ class _Look(NamedTuple):
     devices: Devices
     planner: Planner
 
-    def comes_near(self, seconds: float, bar: float) -> bool:
-        """Whether some program takes no longer than that, as far as it is worth looking on: all may take `bar`."""
-        return self.makespan_s <= seconds or self.planner.explore_makespans_on(seconds, bar) <= seconds
+    def comes_near(self, seconds: float, cutoff: float) -> bool:
+        """Whether some program takes no longer than that, as far as it is worth looking on: all may take `cutoff`."""
+        return self.makespan_s <= seconds or self.planner.explore_makespans_on(seconds, cutoff) <= seconds
 
 
 class _SubsetSearch(_SetsOfDevices):
@@ -380,14 +380,14 @@ class _SubsetSearch(_SetsOfDevices):
         self._all = self._best = _Entry(everyone, self.cluster, self._least.on(self.cluster), whole)
         entries = map(self._entry, subclusters(self.cluster, self.task.costs.speed_of))
         self._entries = [self._all, *sorted(entries, key=lambda e: (e.bound, e.devices))]
-        self._glance = np.inf
+        self._first_cost = np.inf
         """What the first program on all devices takes, while these are not planned for in earnest."""
 
     def run(self) -> Result:
         """As `ClusterPlanner.run`."""
         whole, budget = self.whole, self.task.options.time_budget_s
         # Before all devices are planned for in earnest, as a better plan on some of them makes that short.
-        self._glance = glance = self._attempt(whole.glance, np.inf)
+        self._first_cost = first_cost = self._attempt(whole.first_cost, np.inf)
         several_axes = len(whole.task.costs.axes) > 1 and not self._late()
         all_first = several_axes and self._attempt(self._devices_on_one_axis, 0) == self.cluster.n
         if all_first:
@@ -403,16 +403,16 @@ class _SubsetSearch(_SetsOfDevices):
         if self._all.bound < self._cost() and not all_first:
             self._attempt(lambda: whole.explore(np.inf if self._best is self._all else self._cost()), np.inf)
             self._best = self._all if whole.cost < self._cost() else self._best
-        self._glance = np.inf
+        self._first_cost = np.inf
         self._consider_all()
         self._narrow_down()
         if not np.isfinite(self._cost()):
             self._squeeze()
-        return self._concluded(glance)
+        return self._concluded(first_cost)
 
     def _devices_on_one_axis(self) -> int:
         """How many devices the plan for one axis over all of them uses, which is soon known: where all, several axes
-        are likely to use all too, and what they come to then is a bar for every other set."""
+        are likely to use all too, and what they come to then is a cutoff for every other set."""
         task, cluster = self.task, self.cluster
         measured = {axis: curves for axis, curves in cluster.collectives.items() if axis == DEFAULT_AXIS}
         budget = task.options.time_budget_s
@@ -435,19 +435,19 @@ class _SubsetSearch(_SetsOfDevices):
         """Search the sets that may be better than the best so far."""
         full = self.whole.full_ops()
         for entry in self._entries[1:]:
-            if entry.planner and entry.planner.cost < self._bar():
+            if entry.planner and entry.planner.cost < self._cutoff():
                 self._best = entry
-            if entry.searched >= self._bar() or entry.bound >= self._bar() or self._late():
+            if entry.searched >= self._cutoff() or entry.bound >= self._cutoff() or self._late():
                 continue
             planner = entry.planner = entry.planner or self._planner_of(entry)
             held = self._attempt(lambda p=planner: p.bytes_at(full), 0.0)
             if held > planner.limit:
                 entry.bound = np.inf
                 continue
-            entry.bound = max(entry.bound, self._attempt(lambda p=planner: p.joint_bound(self._bar()), 0.0))
-            if entry.bound < self._bar() and not self._late():
-                entry.searched = self._bar()
-                if self._attempt(lambda p=planner: p.explore(self._bar()), np.inf) < self._bar():
+            entry.bound = max(entry.bound, self._attempt(lambda p=planner: p.joint_bound(self._cutoff()), 0.0))
+            if entry.bound < self._cutoff() and not self._late():
+                entry.searched = self._cutoff()
+                if self._attempt(lambda p=planner: p.explore(self._cutoff()), np.inf) < self._cutoff():
                     self._best = entry
 
     def _narrow_down(self) -> None:
@@ -487,14 +487,14 @@ class _SubsetSearch(_SetsOfDevices):
     def _cost(self) -> float:
         return self._best.planner.cost if self._best.planner else np.inf
 
-    def _bar(self) -> float:
+    def _cutoff(self) -> float:
         """What fewer devices must stay below to be worth it."""
-        return min(self._cost(), self._glance) * (1 - SETTLED / 2)
+        return min(self._cost(), self._first_cost) * (1 - SETTLED / 2)
 
-    def _with_all(self, glance: float) -> float:
+    def _with_all(self, first_cost: float) -> float:
         """Seconds of the best program found in which every device takes part; inf where none fits."""
         if self._all.bound >= self._cost():
-            return min(self.whole.cost, glance)
+            return min(self.whole.cost, first_cost)
         return self.whole.cost if np.isfinite(self.whole.cost) else self.whole.given_up
 
     def _squeeze(self) -> None:
@@ -515,7 +515,7 @@ class _SubsetSearch(_SetsOfDevices):
                 closer = self._attempt(lambda p=entry.planner: p.joint_bound_below(cost), 0.0)
                 entry.bound = max(entry.bound, closer)
 
-    def _concluded(self, glance: float) -> Result:
+    def _concluded(self, first_cost: float) -> Result:
         best, planner = self._best, self._best.planner
         assert planner is not None
         self._late()
@@ -531,6 +531,6 @@ class _SubsetSearch(_SetsOfDevices):
         bounds = {e.devices: own if e is best else e.bound for e in self._entries}
         joint, lower_bound = min(bounds.values()), max(result.lower_bound_s, own)
         efforts = [planner.effort for planner in self._planners]
-        with_all = None if planner is self.whole else self._with_all(glance)
+        with_all = None if planner is self.whole else self._with_all(first_cost)
         found = _of_all_sets(result, best.devices, self.task, (lower_bound, joint), bounds, efforts, with_all)
         return replace(found, interrupted=self._interrupted)

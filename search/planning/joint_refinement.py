@@ -176,10 +176,10 @@ class JointRefinement:
 
     def _shortest_dims(self) -> dict[Node, int]:
         """Of what ops can cut together, the length of the shortest dimension."""
-        kin, found = ShareRanges(self.costs, {}), dict[Node, int]()
+        ranges, found = ShareRanges(self.costs, {}), dict[Node, int]()
         for v in self.graph.values:
             for dim, units in enumerate(v.shape):
-                root = kin.root(v.index, dim)
+                root = ranges.root(v.index, dim)
                 found[root] = min(found.get(root, units), units)
         return found
 

@@ -39,7 +39,7 @@ from hapsynth.search.planning.makespan import (
     without_what_is_sent,
 )
 from hapsynth.search.planning.resharding import resharded
-from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FixedRatioSearch, Glance
+from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FirstProgram, FixedRatioSearch
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED as _SETTLED
 from hapsynth.search.result import Result, proven
@@ -90,7 +90,7 @@ class _JointBound(NamedTuple):
 
 class Planner:
     """One planning task, in which every device of the cluster takes part. `clock`: its time; `effort`: what it has
-    taken; `given_up`: the least cost of what does not fit and was not followed up, as it exceeded a bar."""
+    taken; `given_up`: the least cost of what does not fit and was not followed up, as it exceeded a cutoff."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -103,9 +103,9 @@ class Planner:
         self._several_axes = len(task.costs.axes) > 1
         rough = ROUGH_TOLERANCE if len(self._starts) > 1 else _WIDE_TOLERANCE
         self._tolerance = rough if self._several_axes else _TOLERANCE
-        self._bar = np.inf
-        """The `bar` of the last `explore`: programs that cost this much or more are not wanted."""
-        self._glance: Glance | None = None
+        self._cutoff = np.inf
+        """The `cutoff` of the last `explore`: programs that cost this much or more are not wanted."""
+        self._first: FirstProgram | None = None
         """At the first start's ratios, until `explore` goes on from there."""
         self._own: _OwnRatios | None = None
         """Of the last program at whose own ratios was searched."""
@@ -133,29 +133,29 @@ class Planner:
         return least.memory / self.limit if least else 1.0
 
     @gc_paused()
-    def run(self, bar: float = np.inf) -> Result:
-        """Plan; raises InfeasibleError when nothing fits. `bar`: as of `conclude`.
+    def run(self, cutoff: float = np.inf) -> Result:
+        """Plan; raises InfeasibleError when nothing fits. `cutoff`: as of `conclude`.
 
         Ctrl-C ends the search with the best program so far, or raises KeyboardInterrupt if there is none. Only a joint
         bound is looked for then, so that there is a gap to tell, until Ctrl-C is pressed again.
         """
         if not np.isfinite(self.explore()):
             self.shrink()
-        return self.conclude(bar)
+        return self.conclude(cutoff)
 
-    def glance(self) -> float:
+    def first_cost(self) -> float:
         """The cost of the first program that `explore` will come across, whether it fits or not."""
-        if self._glance is None:
-            self._glance = self._search.glance(self.task.ratios(*self._starts[0]), self._tolerance)
-            self._search.note(self._glance.candidate, self._glance.solved)
-        return self._glance.candidate.cost if self._glance.candidate else np.inf
+        if self._first is None:
+            self._first = self._search.first_program(self.task.ratios(*self._starts[0]), self._tolerance)
+            self._search.note(self._first.candidate, self._first.solved)
+        return self._first.candidate.cost if self._first.candidate else np.inf
 
-    def explore(self, bar: float = np.inf) -> float:
+    def explore(self, cutoff: float = np.inf) -> float:
         """Search from every start: the cost of the best program that fits, inf where there is none.
 
-        What comes out above `bar` is not followed up. Ctrl-C as in `run`.
+        What comes out above `cutoff` is not followed up. Ctrl-C as in `run`.
         """
-        self._bar = bar
+        self._cutoff = cutoff
         # The rest of the time is for bounds and makespans.
         with self.clock.within(_SEARCHING_SUMS if self.task.options.overlap else _SEARCHING):
             self._unless_interrupted(self._explore, None)
@@ -185,11 +185,11 @@ class Planner:
                 partial(first_look, self._search, best, self._own_ratios(best.sizes)), None
             )
 
-    def explore_makespans_on(self, near: float, bar: float) -> float:
+    def explore_makespans_on(self, near: float, cutoff: float) -> float:
         """As `explore_makespans`, from where that ended, until a program takes `near` seconds or less, or all take
-        `bar`."""
+        `cutoff`."""
         if self._makespans is not None:
-            self._unless_interrupted(partial(self._makespans.look_again, near, bar), None)
+            self._unless_interrupted(partial(self._makespans.look_again, near, cutoff), None)
         return self.explore_makespans(near)
 
     @property
@@ -262,14 +262,14 @@ class Planner:
         self.effort.bound_s += self.effort.solver_s - before
         return closer
 
-    def conclude(self, bar: float = np.inf) -> Result:
+    def conclude(self, cutoff: float = np.inf) -> Result:
         """The best program so far with its bounds; raises InfeasibleError where there is none, RatioError where it
-        cannot be cut as is asked. Ctrl-C as in `run`. `bar`: a makespan that none is sought above."""
+        cannot be cut as is asked. Ctrl-C as in `run`. `cutoff`: a makespan that none is sought above."""
         best, options = self._incumbent.best, self.task.options
         if best is None:
             raise KeyboardInterrupt if self.clock.interrupted else self._infeasible()
         if options.overlap:
-            return self._overlapped(best, bar)
+            return self._overlapped(best, cutoff)
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
             best = self._incumbent.best or best
@@ -284,10 +284,10 @@ class Planner:
         found = self._result(best.program, best.sizes, best.cost, bound, joint, self._held(best))
         return replace(found, ratio_bound_s=min(ratio_bound, best.cost))
 
-    def _overlapped(self, best: Candidate, bar: float) -> Result:
+    def _overlapped(self, best: Candidate, cutoff: float) -> Result:
         """The program of the least makespan found, from the best one as a sum of its instructions."""
         self._look_at_makespans(best)
-        sought = self._concluded(self._makespans, bar) if self._makespans else None
+        sought = self._concluded(self._makespans, cutoff) if self._makespans else None
         # Where memory is short, what is found may have to wait for its gathers longer than the sum's program does.
         fitting = [each for each in (sought, as_it_is(self._search, best)) if each is not None]
         found = min(fitting, key=lambda each: each.timeline.makespan_s, default=None)
@@ -331,11 +331,11 @@ class Planner:
             lowering=options.lowering,
         )
 
-    def _concluded(self, makespans: MakespanSearch, bar: float) -> Overlapped | None:
+    def _concluded(self, makespans: MakespanSearch, cutoff: float) -> Overlapped | None:
         """The program of the least makespan; once Ctrl-C was pressed the best so far, as nothing more is begun then."""
         for _ in range(2):
             try:
-                return concluded(makespans, bar)
+                return concluded(makespans, cutoff)
             except KeyboardInterrupt:
                 self.clock.interrupted = True
         return None
@@ -387,15 +387,15 @@ class Planner:
         choices = self._incumbent.choices
         reached = np.inf
         # A start that begins above the best of the others is given up at once.
-        bar = min(self.cost, self._bar)
+        cutoff = min(self.cost, self._cutoff)
         for _ in range(_ROUNDS):
-            glance, self._glance = self._glance, None
+            known, self._first = self._first, None
             found = self._search.best(
-                ratios, choices, self._tolerance, above=reached * (1 - _SETTLED), bar=self._bar, glance=glance
+                ratios, choices, self._tolerance, above=reached * (1 - _SETTLED), cutoff=self._cutoff, known=known
             )
             self.given_up = min(self.given_up, found.given_up)
             candidate = found.candidate
-            if candidate is None or candidate.cost >= min(reached, bar) * (1 - _SETTLED):
+            if candidate is None or candidate.cost >= min(reached, cutoff) * (1 - _SETTLED):
                 return
             if candidate.bound is not None or candidate.cost >= found.solution.cost * (1 - 10 * _SETTLED):
                 # Sizes that gain this little lead to no other program; `_certify` looks once more.
@@ -431,7 +431,9 @@ class Planner:
             ratios, found = self._own_ratios(best.sizes), best
             above = best.cost * (1 - _SETTLED / 2)
             for certain in (False, True) if ratios is not known and not self.clock.late() else (True,):
-                came = search.best(ratios, best.choices, self._tolerance, certain=certain, above=above, bar=self._bar)
+                came = search.best(
+                    ratios, best.choices, self._tolerance, certain=certain, above=above, cutoff=self._cutoff
+                )
                 self.given_up = min(self.given_up, came.given_up)
                 # The same program has other choices, or none, once the structure has been replaced.
                 found = incumbent.best or best

@@ -161,7 +161,7 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
     left = lambda: None if time_budget_s is None else max(0.05, time_budget_s - (time.perf_counter() - began))
     whole = task(graph, time_budget_s)
     alone = ClusterPlanner(whole)
-    excess = alone.glance()
+    excess = alone.first_excess()
     if excess <= 1.0:
         return graph, alone.run()
     best: tuple[Graph, Result] | None = None

@@ -48,7 +48,7 @@ class AdditiveSolution(NamedTuple):
         return self.solution.lower_bound
 
 
-class Glance(NamedTuple):
+class FirstProgram(NamedTuple):
     """The first program that comes up at a builder's ratios, whether it fits or not."""
 
     builder: ProblemBuilder
@@ -206,10 +206,10 @@ class FixedRatioSearch:
 
     # The best program that fits
 
-    def glance(self, ratios: Ratios, tolerance: float) -> Glance:
+    def first_program(self, ratios: Ratios, tolerance: float) -> FirstProgram:
         """The first program that `best` comes to at some ratios."""
         builder = self.builder(ratios)
-        return Glance(builder, *self._candidate(builder, {}, None, tolerance))
+        return FirstProgram(builder, *self._candidate(builder, {}, None, tolerance))
 
     def best(
         self,
@@ -219,28 +219,28 @@ class FixedRatioSearch:
         *,
         certain: bool = False,
         above: float = np.inf,
-        bar: float = np.inf,
-        glance: Glance | None = None,
+        cutoff: float = np.inf,
+        known: FirstProgram | None = None,
     ) -> Found:
         """The best program at the given ratios, sized, that fits; the bound knows the limits only where it had no need
         of them. Unless `certain` there may be better ones, and no bound (`solve_quotient`).
 
         What costs `above` or more at these ratios is not sized: the best so far stands for it. What does not fit and
-        costs `bar` or more is not followed up, nor, unless `certain`, what costs more than the best so far. `glance`:
-        what this comes to first, if that is known.
+        costs `cutoff` or more is not followed up, nor, unless `certain`, what costs more than the best so far. `known`:
+        the result of `first_program`, if it was called.
 
         Memory is limited at the ops where programs were found too large. What the problem counts there may be short of
         what a program then holds: the op's limit is tightened by the difference.
         """
-        bar = bar if certain else min(bar, self.incumbent.cost)
+        cutoff = cutoff if certain else min(cutoff, self.incumbent.cost)
         while True:
             limits = dict(self.limits)
-            if glance is not None:
-                builder, candidate, solved = glance
+            if known is not None:
+                builder, candidate, solved = known
             else:
                 builder = self.builder(ratios)
                 candidate, solved = self._candidate(builder, limits, begin, tolerance, certain=certain, above=above)
-            if candidate is not None and candidate.memory > self.limit and candidate.cost >= bar:
+            if candidate is not None and candidate.memory > self.limit and candidate.cost >= cutoff:
                 # To fit would only make it dearer.
                 return Found(None, solved.solution, candidate.cost)
             if candidate is None or candidate.memory <= self.limit or self.choices.sparing:
@@ -250,7 +250,7 @@ class FixedRatioSearch:
             if self.clock.late():
                 return Found(None, solved.solution)
             self._spare()
-            glance = begin = None
+            known = begin = None
         first = candidate, solved
         candidate, solved = self._fitting(builder, first, limits, tolerance, certain=certain, at_least=False)
         if not (self._fits(candidate) or self.incumbent.best or self.clock.late()):

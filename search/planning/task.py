@@ -58,20 +58,21 @@ class PlanningOptions:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """`kin`: a task of the same graph; what does not depend on the devices is made once for all that are kin."""
+    """`parent`: the task of the same graph that this one was derived from; what does not depend on the devices is taken
+    from it."""
 
     graph: Graph
     cluster: Cluster
     options: PlanningOptions = field(default_factory=PlanningOptions)
-    kin: Task | None = None
+    parent: Task | None = None
 
     def on(self, cluster: Cluster, **options: Any) -> Task:
         """The same graph on other devices, with other `options` where some are given."""
-        return replace(self, cluster=cluster, options=replace(self.options, **options), kin=self)
+        return replace(self, cluster=cluster, options=replace(self.options, **options), parent=self)
 
     @cached_property
     def factors(self) -> FactorTable:
-        return self.kin.factors if self.kin else FactorTable(self.graph)
+        return self.parent.factors if self.parent else FactorTable(self.graph)
 
     @cached_property
     def memory_budget(self) -> MemoryBudget:
@@ -80,8 +81,8 @@ class Task:
 
     @cached_property
     def costs(self) -> CostModel:
-        if self.kin:
-            return self.kin.costs.on(self.cluster, self.memory_budget)
+        if self.parent:
+            return self.parent.costs.on(self.cluster, self.memory_budget)
         room, lowering = self.memory_budget, self.options.lowering
         return CostModel(
             self.graph, self.cluster, self.factors, room=room, lowering=lowering, offered=self.options.collectives
@@ -97,7 +98,7 @@ class Task:
 
     @cached_property
     def _choices(self) -> dict[object, ChoiceSpace]:
-        return self.kin._choices if self.kin else {}
+        return self.parent._choices if self.parent else {}
 
     def choice_space(self, *, sparing: bool = False) -> ChoiceSpace:
         """A choice space of the task's own; `sparing` where memory is short."""

@@ -48,14 +48,14 @@ _QUEUES = {Machine.LINK: 0, Machine.COMPUTE: 1, Machine.EVERYTHING: 1, Machine.L
 
 
 def schedule(
-    tasks: TaskGraph, *, quick: bool = False, bar: float = np.inf, stopped: Callable[[], bool] = never
+    tasks: TaskGraph, *, quick: bool = False, cutoff: float = np.inf, stopped: Callable[[], bool] = never
 ) -> Timeline:
     """The timeline of the best order and bundles found. `quick`: only the most promising orders are tried, and other
-    bundles than those of ready collectives only if the makespan with these is at most `bar` seconds. Once `stopped`
+    bundles than those of ready collectives only if the makespan with these is at most `cutoff` seconds. Once `stopped`
     returns true, the result is as with `quick`, or the best so far."""
     if not quick:
         return iterated(improved(tasks, stopped), stopped)
-    return _quick(_of_best_order(tasks.contracted(), quick=True), bar, stopped)
+    return _quick(_of_best_order(tasks.contracted(), quick=True), cutoff, stopped)
 
 
 def improved(tasks: TaskGraph, stopped: Callable[[], bool] = never) -> Timeline:
@@ -70,9 +70,9 @@ def improved(tasks: TaskGraph, stopped: Callable[[], bool] = never) -> Timeline:
     return min(best, refined(other, stopped), key=_makespan) if other.makespan_s < quick.makespan_s else best
 
 
-def _quick(order: Timeline, bar: float, stopped: Callable[[], bool]) -> Timeline:
+def _quick(order: Timeline, cutoff: float, stopped: Callable[[], bool]) -> Timeline:
     found = _bundled_as_sent(order)
-    return _reordered(rebundled(found, stopped=stopped)) if found.makespan_s <= bar else found
+    return _reordered(rebundled(found, stopped=stopped)) if found.makespan_s <= cutoff else found
 
 
 def _reordered(timeline: Timeline) -> Timeline:

@@ -51,18 +51,18 @@ def _baselines(search: FixedRatioSearch) -> list[Ints]:
     return space.once("baselines", lambda: Baselines(task).choices_of(space))
 
 
-def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
+def concluded(found: MakespanSearch, cutoff: float = np.inf) -> Overlapped | None:
     """The program of the least makespan, found from a first look on; None where none fits in its order. What takes more
-    than `bar` seconds is of no use."""
+    than `cutoff` seconds is of no use."""
     search, first, begun = found.search, found, found.begun
     with search.clock.within(_SEARCHING):
-        found.run(_ROUNDS, bar)
-        found = _at_other_ratios(found, bar)
+        found.run(_ROUNDS, cutoff)
+        found = _at_other_ratios(found, cutoff)
         best_so_far = found.best
         if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
             # The bound was found at ratios that this program does not have: once more at its own.
-            found = min(_at(best_so_far.candidate.sizes, found, bar), found, key=_least_makespan)
-        if not search.clock.late() and found.bound < bar:
+            found = min(_at(best_so_far.candidate.sizes, found, cutoff), found, key=_least_makespan)
+        if not search.clock.late() and found.bound < cutoff:
             found.raise_bound()
             found.relink()
     fitting = best_within_limit(found, begun)
@@ -76,7 +76,7 @@ def concluded(found: MakespanSearch, bar: float = np.inf) -> Overlapped | None:
     return best.overlapped._replace(lower_bound_s=max(each.bound_for(best.known) for each in searches))
 
 
-def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
+def _at_other_ratios(found: MakespanSearch, cutoff: float) -> MakespanSearch:
     """A search at the ratios that suit overlap the best: those of the search by sums, those by speed, and those that
     balance each best program. In turn the one with the least bound goes on, which says the least of what is there,
     until a turn gains nothing."""
@@ -84,7 +84,7 @@ def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
     weights, _ = search.task.starts()[0]
     pool, balanced = [found], list[Scheduled]()
     if found.best is not None and not search.clock.late():
-        pool.append(_begun_at(search.task.ratios(weights), found, bar))
+        pool.append(_begun_at(search.task.ratios(weights), found, cutoff))
     for _ in range(_TURNS):
         best = min(pool, key=_least_makespan)
         known = best.best
@@ -94,28 +94,28 @@ def _at_other_ratios(found: MakespanSearch, bar: float) -> MakespanSearch:
             balanced.append(known)
             sizes = _balanced(known, search.task.costs, search.limit)
             if sizes is not None:
-                pool.append(_at(sizes, best, bar))
+                pool.append(_at(sizes, best, cutoff))
         at = min(pool, key=lambda each: each.bound)
         if at.bound >= min(map(_least_makespan, pool)) * (1 - TOLERANCE):
             break
-        at.go_on(bar)
+        at.go_on(cutoff)
         if min(map(_least_makespan, pool)) >= known.makespan_s * (1 - TOLERANCE):
             break
     return min(pool, key=_least_makespan)
 
 
-def _at(sizes: Sizes, found: MakespanSearch, bar: float) -> MakespanSearch:
+def _at(sizes: Sizes, found: MakespanSearch, cutoff: float) -> MakespanSearch:
     """The first rounds at the ratios of these sizes, which the best program has there too."""
     assert found.best is not None
     known = found.best.candidate.at(sizes, found.search.limit)
-    return _begun_at(found.search.task.own_ratios(sizes), found, bar, known)
+    return _begun_at(found.search.task.own_ratios(sizes), found, cutoff, known)
 
 
-def _begun_at(ratios: Ratios, found: MakespanSearch, bar: float, known: Candidate | None = None) -> MakespanSearch:
+def _begun_at(ratios: Ratios, found: MakespanSearch, cutoff: float, known: Candidate | None = None) -> MakespanSearch:
     """The first rounds at some ratios, from the best program of a search at others."""
     assert found.best is not None
     again = MakespanSearch(found.search, ratios, found.best.seen.choices, found, known)
-    again.run(_FIRST_ROUNDS, bar)
+    again.run(_FIRST_ROUNDS, cutoff)
     return again
 
 

@@ -169,8 +169,8 @@ class MakespanSearch:
         """Seconds that every program takes at least."""
         return min(branch.bound for branch in self.branches)
 
-    def run(self, rounds: int, bar: float = np.inf, near: float = 0.0) -> None:
-        """Search for so many more rounds at most. It ends where the bound exceeds `bar` seconds, or the best program
+    def run(self, rounds: int, cutoff: float = np.inf, near: float = 0.0) -> None:
+        """Search for so many more rounds at most. It ends where the bound exceeds `cutoff` seconds, or the best program
         takes `near` seconds or less."""
         at = self._at
         for _ in range(rounds):
@@ -178,7 +178,12 @@ class MakespanSearch:
                 return
             weights, most = self._next_weights() if at.begun else (self._best_weights(), np.inf)
             at.ended |= most <= at.bound * (1 + TOLERANCE)
-            if at.ended or at.bound >= bar or self.search.clock.late() or (self.best and self.best.makespan_s <= near):
+            if (
+                at.ended
+                or at.bound >= cutoff
+                or self.search.clock.late()
+                or (self.best and self.best.makespan_s <= near)
+            ):
                 return
             self._solve(weights)
             if at is self._whole:
@@ -208,14 +213,14 @@ class MakespanSearch:
         self._look(choices)
         self.begun += self.scheduled[known:]
 
-    def look_again(self, near: float, bar: float) -> None:
-        """After a first look, some rounds more until a program takes `near` seconds or less, or all take `bar`."""
-        self.run(_MORE_ROUNDS, bar, near)
+    def look_again(self, near: float, cutoff: float) -> None:
+        """After a first look, some rounds more until a program takes `near` seconds or less, or all take `cutoff`."""
+        self.run(_MORE_ROUNDS, cutoff, near)
 
-    def go_on(self, bar: float) -> None:
+    def go_on(self, cutoff: float) -> None:
         """Some rounds more, at near weights."""
         self._by_level = True
-        self.run(_ROUNDS_AGAIN, bar)
+        self.run(_ROUNDS_AGAIN, cutoff)
         self._by_level = False
 
     def certify(self) -> None:
@@ -398,11 +403,13 @@ class MakespanSearch:
 
     def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
         """As its choices say, and in fewer collectives where some are in a row."""
-        bar = self.best.makespan_s * PROMISING if self.best else np.inf
-        self._keep(seen, candidate, candidate, schedule(tasks, quick=True, bar=bar))
+        cutoff = self.best.makespan_s * PROMISING if self.best else np.inf
+        self._keep(seen, candidate, candidate, schedule(tasks, quick=True, cutoff=cutoff))
         fewer = self.search.maker.in_fewest_collectives(self.builder, candidate)
         if fewer is not None:
-            self._keep(seen, candidate, fewer, schedule(_undominated_tasks(fewer, self.costs), quick=True, bar=bar))
+            self._keep(
+                seen, candidate, fewer, schedule(_undominated_tasks(fewer, self.costs), quick=True, cutoff=cutoff)
+            )
 
     def _keep(self, seen: Seen, chosen: Candidate, candidate: Candidate, timeline: Timeline) -> None:
         found = Scheduled(seen, chosen, candidate, timeline, critical_path(timeline))

@@ -18,7 +18,7 @@ from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.formulation.ways import BuilderOfWays, ChoicesInWays
 from hapsynth.search.sizing.ratios import Ratios, own_weights
 
-_Kin = tuple[Node, tuple[int, ...]]
+_CutGroup = tuple[Node, tuple[int, ...]]
 """What ops can cut together, and the axis."""
 
 
@@ -29,19 +29,20 @@ class RatioVariants:
     def __init__(self, costs: CostModel, sizes: Sizes) -> None:
         self.costs, self.sizes = costs, sizes
         self._kin = kinship(costs.graph, costs.table)
-        self._vectors: dict[_Kin, list[Floats]] = {}
+        self._vectors: dict[_CutGroup, list[Floats]] = {}
         self._counts: dict[Node, int] = {}
         self.named: dict[Node, Floats] = {}
         values = sizes.graph.values
         weight = lambda c: sum(values[v].nbytes for v in {v for v, *_ in c.members})
         for cls in sorted((c for c in sizes.classes.all if c.owner is None), key=weight):
             vector = np.array(sizes.shares[cls.index], dtype=np.float64) / max(cls.units, 1)
-            way: dict[_Kin, int] = {}
+            way: dict[_CutGroup, int] = {}
             for value, dim, axes, _ in cls.members:
-                kin = self._root(value, dim), axes
+                group = self._root(value, dim), axes
                 # Whole units of another length are as near as these are coarse.
-                way[kin] = way[kin] if kin in way else self._way(kin, vector, 1.0 / max(cls.units, 1), cls.members)
-                self.named[value, dim, axes, way[kin]] = vector
+                if group not in way:
+                    way[group] = self._way(group, vector, 1.0 / max(cls.units, 1), cls.members)
+                self.named[value, dim, axes, way[group]] = vector
 
     def count(self, value: int, dim: int) -> int:
         """In how many ways a dimension may be cut."""
@@ -65,10 +66,10 @@ class RatioVariants:
     def _root(self, value: int, dim: int) -> Node:
         return self._kin.root(value, dim) or (value, dim, (), 0)
 
-    def _way(self, kin: _Kin, vector: Floats, near: float, members: tuple[Node, ...]) -> int:
-        """The number of a vector among those by which kin is cut along an axis."""
-        root, axes = kin
-        known = self._vectors.setdefault(kin, [])
+    def _way(self, group: _CutGroup, vector: Floats, near: float, members: tuple[Node, ...]) -> int:
+        """The number of a vector among those by which a group is cut along an axis."""
+        root, axes = group
+        known = self._vectors.setdefault(group, [])
         for way, other in enumerate(known):
             taken = any((v, d, axes, way) in self.named for v, d, by, _ in members if by == axes)
             if not taken and np.abs(other - vector).max() <= near:

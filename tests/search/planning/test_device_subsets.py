@@ -324,10 +324,10 @@ def test_with_overlap_ctrl_c_while_a_set_has_no_plan_keeps_that_of_all(monkeypat
         looks.append(first_look(self, known_s))
         return looks[-1]
 
-    def pressed(self: Planner, bar: float = np.inf) -> float:
+    def pressed(self: Planner, cutoff: float = np.inf) -> float:
         if self.task.cluster.n < UNLIKE.n:
             raise KeyboardInterrupt
-        return explore(self, bar)
+        return explore(self, cutoff)
 
     monkeypatch.setattr(Planner, "explore_makespans", looked)
     monkeypatch.setattr(Planner, "explore", pressed)

@@ -459,10 +459,10 @@ def test_ctrl_c_while_overlap_is_planned_keeps_the_plan_without(monkeypatch: pyt
     fn, args, cluster = STEPS["training"]
     run = ClusterPlanner._run
 
-    def pressed(self: ClusterPlanner, bar: float = np.inf) -> Result:
+    def pressed(self: ClusterPlanner, cutoff: float = np.inf) -> Result:
         if self.task.options.overlap:
             raise KeyboardInterrupt
-        return run(self, bar)
+        return run(self, cutoff)
 
     monkeypatch.setattr(ClusterPlanner, "_run", pressed)
     options = PlanningOptions(overlap=True, least_speedup=1.2)
