@@ -446,7 +446,7 @@ def _holds(want: Any, wide: Any) -> bool:
 
 
 def _norms(x: Any, wide: Any) -> tuple[float, float]:
-    """Of the difference: the largest, and the root mean square, of other values than floats the share that differs."""
+    """The largest difference, and its root mean square or, for values other than floats, the share that differs."""
     a, b = _wide(x), _wide(wide)
     finite = np.isfinite(a) & np.isfinite(b)
     off = np.abs(a[finite] - b[finite])

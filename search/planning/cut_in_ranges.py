@@ -22,10 +22,10 @@ from hapsynth.search.solver import Ints
 
 @dataclass
 class InRange:
-    """What a solution cuts in one range. `works`: runs of each; `sent_s`: seconds of its conversions but all-to-alls
-    that may go in rounds; `swapped_s`: of these; `evenly_s`: those that they would take if all shares were even, by the
-    range, or the node, of the other dimension; `moved_s`: seconds that moving all rows would take of what comes to the
-    range from another, or from it to another."""
+    """The works and conversions of a solution in one range. `works`: work -> runs. `swapped_s`: seconds of the
+    all-to-alls that may go in rounds; `sent_s`: of other conversions, without those that move rows. `evenly_s`: range
+    or node of the other dimension -> seconds of these all-to-alls if all shares were even. `moved_s`: seconds of moving
+    all rows of the values that come to this range from another or leave it for one."""
 
     works: dict[Work, float] = field(default_factory=dict[Work, float])
     sent_s: float = 0.0
@@ -102,8 +102,9 @@ def even_seconds(costs: CostModel, nbytes: float, made: Conversion) -> float:
 
 
 def over_even(costs: CostModel, each: Sequence[ShareRange], other: ShareRange, *, roughly: bool = False) -> Floats:
-    """How many times as long as of even blocks an all-to-all takes at least, in rounds or padded, between a dimension
-    with its shares in each of some ranges and another one [ranges]. `roughly`: by the other's least shares alone."""
+    """Lower bound [ranges] on the time of an all-to-all, in rounds or padded, as a multiple of that with even blocks:
+    between a dimension with shares in each of the ranges `each`, and one with shares in `other`. `roughly`: only by the
+    bound in which the shares of `other` are at their least."""
     n, fast, ones = costs.n, costs.fastest, [1.0] * (costs.n - 1)
     padded = np.array([one.largest[0] * other.largest[0] * n**2 for one in each])
     (sent,) = least_rounds_of_each(each, [other], fast, ones)[1]

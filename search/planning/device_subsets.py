@@ -148,7 +148,8 @@ class ClusterPlanner:
         self.task = task
 
     def first_excess(self) -> float:
-        """What the first program that comes up, on all devices, holds over what there is; `run` goes on from there."""
+        """The largest ratio of bytes held to bytes available on a device, of the first program on all devices; `run`
+        continues from it."""
         self._whole.first_cost()
         return self._whole.excess
 

@@ -57,8 +57,8 @@ class FirstProgram(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search at some ratios comes to. `candidate`: the best program that fits; `solution`: of the last problem;
-    `given_up`: what a program costs that does not fit and was not followed up."""
+    """The result of a search at some ratios. `candidate`: the best program that fits; `solution`: of the last problem;
+    `given_up`: the cost of a program that does not fit and was not made to, inf if there is none."""
 
     candidate: Candidate | None
     solution: Solution
@@ -225,9 +225,9 @@ class FixedRatioSearch:
         """The best program at the given ratios, sized, that fits; the bound knows the limits only where it had no need
         of them. Unless `certain` there may be better ones, and no bound (`solve_quotient`).
 
-        What costs `above` or more at these ratios is not sized: the best so far stands for it. What does not fit and
-        costs `cutoff` or more is not followed up, nor, unless `certain`, what costs more than the best so far. `known`:
-        the result of `first_program`, if it was called.
+        A program that costs `above` or more at these ratios is not sized: the best so far stands for it. A program that
+        does not fit is not made to if it costs `cutoff` or more or, unless `certain`, more than the best so far.
+        `known`: the result of `first_program`, if it was called.
 
         Memory is limited at the ops where programs were found too large. What the problem counts there may be short of
         what a program then holds: the op's limit is tightened by the difference.

@@ -310,9 +310,9 @@ def _orders(tasks: TaskGraph, quick: bool) -> list[tuple[int, ...]]:
 
 
 def _put_off(tasks: TaskGraph, to_end: Sequence[float], ended: Sequence[float]) -> list[list[float]]:
-    """Priorities by which what can wait begins later than in the order of the source, in which tasks end as given: all
-    of it by a part of its slack, and to its latest start what computes for longer than what it computes is sent (of
-    two machines in a row, the first has such jobs last: Johnson 1954)."""
+    """Priorities that delay tasks with slack relative to the source order, in which they end at `ended`: all of them by
+    a fraction of their slack; and, to their latest start, tasks that compute for longer than their results are sent
+    (Johnson 1954: on the first of two machines in a row such jobs go last)."""
     machine, users, longest, whole = tasks.machine, tasks.users, tasks.longest, max(ended, default=0.0)
     begun = [end - seconds for end, seconds in zip(ended, longest, strict=True)]
     slack = [max(0.0, whole - rest - start) for rest, start in zip(to_end, begun, strict=True)]
@@ -347,9 +347,8 @@ def _improved(tasks: TaskGraph, order: list[int], ended: list[float]) -> list[li
 
 
 def _for_link(timeline: Timeline) -> Timeline:
-    """A timeline in which the link waits less, where one is found: in turn the list schedule that computes what the
-    collectives of the last one need first, were they sent without a pause in their order, and to the end as late as
-    that allows."""
+    """The best of a timeline and of list schedules in which the link waits less. Each takes the collectives' order of
+    the last one, assumes that they are sent without pauses up to the end, and computes first what is needed first."""
     tasks, best, order = timeline.tasks, timeline, [*timeline.order]
     for _ in range(_LINK_ROUNDS):
         before = order

@@ -296,7 +296,8 @@ class ClassUnits:
 
 
 class _Top(NamedTuple):
-    """Of terms over positions: the largest of each, the next one, which may be as large, and where the first is."""
+    """Per term [terms]: the largest value over positions, the second largest (equal in a tie), and the position of the
+    largest."""
 
     first: np.ndarray
     second: np.ndarray
@@ -458,8 +459,8 @@ class _Layer:
 
     @cached_property
     def _unlike(self) -> Ints:
-        """int [kinds of positions, at most so many]: of the devices at a position of each kind that are alike, and hold
-        as much of all else, the first; the same again where there are fewer."""
+        """int [kinds of positions, devices]: for each kind, one of each set of equal devices at a position, which are
+        of one kind and have equal other shares; repeated to fill the row."""
         if self._devices.shape[1] == 1 or len(self.costs.kinds) == self.costs.n:
             return self._devices
         others = self.fractions.values()

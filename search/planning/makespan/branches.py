@@ -35,12 +35,14 @@ class Seen(NamedTuple):
 
 @dataclass(eq=False)
 class Branch:
-    """The programs that take only some states of some variables (`allowed`, bool [states]), and what is known of them:
-    `bound` seconds that they take at least, found at `weights` of the chains that there were. `messages`: what the dual
-    of the last problem came to. `most`: that a bound can come to, as far as was known at the last weights; `rose`:
-    whether it did there. `in_vain`: how many rounds have told nothing new since, as what a program takes is more than
-    its choices cost in the weighted problem. `begun`: the next round is at weights that its programs suggest, not at
-    `weights`; `ended`: no other would change anything."""
+    """The programs whose states are `allowed` (variable -> bool [states]), and the bound on them.
+
+    `bound`: a lower bound on their makespans in seconds, found at `weights` of the chains known then. `messages`: of
+    the dual of the last problem. `most`: an upper bound on the bound, by the programs known at the last weights;
+    `rose`: whether the bound rose there. `in_vain`: rounds without news since then, as a program's chains are longer
+    than its choices cost in the weighted problem. `begun`: the next round is at weights that the programs suggest, not
+    at `weights`. `ended`: no further round would change anything.
+    """
 
     weights: Floats
     messages: Messages
@@ -66,9 +68,9 @@ class Branch:
 
 
 def unlike_uses(limiting: Sequence[tuple[Seen, float]], space: ChainSpace) -> Iterator[tuple[int, Mask]]:
-    """How programs that limit a bound, each with its share, may be told apart: by the uses of those tensors that they
-    convert the most differently. Of each use its variable and the states in which it needs the tensor as some of the
-    programs do."""
+    """Ways to part the programs that limit a bound, given with their shares: the uses of the tensors whose conversion
+    differs the most between them. Yields the variable of a use, and the states [states] in which it requires the same
+    layout as some of the programs."""
     shares = np.array([share for _, share in limiting])
     sent = np.array([space.sent_of_each(known.taken) for known, _ in limiting])
     spread = shares @ np.abs(sent - shares @ sent)

@@ -35,9 +35,9 @@ def first_devices(costs: CostModel) -> Ints:
 
 
 def busy_seconds(timeline: Timeline, costs: CostModel, *, contention: bool = False) -> dict[int, float]:
-    """Of each kind of device, by its number, the seconds that the busiest of its devices computes, and those that
-    collectives take together (`LINK`); of both what takes everything. `contention`: with what collectives beside it
-    slow computing down."""
+    """Number of a kind of device -> the seconds that its busiest device computes; `LINK` -> the seconds of all
+    collectives. Loops and branches count in both. `contention`: computing takes as long as concurrent collectives make
+    it."""
     tasks = timeline.tasks
     machine = np.array(tasks.machine, dtype=np.int64)
     everything = machine == Machine.EVERYTHING

@@ -67,13 +67,14 @@ _MIXTURES = 2
 _BASES = 4
 """Of the programs that limit a bound, those that the others are mixed into."""
 _LEAST_WEIGHT, _LEAST_BY_LEVEL = 2e-2, 4e-3
-"""Of each resource's own chain: of what has next to no weight any choice would do, and no dual tells them apart. It
-costs the bound as much, so that there is less of it where a dual goes on from one nearby."""
+"""The least weight of each resource's own chain: with next to no weight all choices on a resource cost alike, and a
+dual cannot tell them apart. The bound loses as much, so the weight is smaller (`_LEAST_BY_LEVEL`) where a dual
+continues from one nearby."""
 _MOST_LEAST = 0.5
 """Of all own chains together, at most: of many kinds each has less."""
 _STEP, _LONG_STEP = 0.5, 0.8
-"""From the weights of the best bound to those that limit it as far as is known; a long one where the bound rose the
-last time and no program has come up since that limits it more."""
+"""Step from the weights of the best bound towards the limiting weights, as a fraction of the distance; long where the
+bound rose in the last round and no new program limits it more."""
 _LEVEL = 0.5
 """From the best bound to the most that it may come to: where the next one is sought at near weights."""
 PROMISING = 1.08
@@ -107,10 +108,10 @@ class Scheduled:
 
 
 class MakespanSearch:
-    """At some ratios, from the choices of a program; `like`: one at others, whose programs, chains and weights it takes
-    over; `known`: a program of these choices at these ratios, whose conversions may go other ways than are the cheapest
-    there. `best`: the program of the least makespan so far that fits; `bound`: seconds that every program takes at
-    least."""
+    """The search for the least makespan at given ratios, from the choices `begin` of a program. `like`: a search at
+    other ratios, whose programs, chains and weights this one takes over. `known`: a program of these choices at these
+    ratios, whose conversions need not be the cheapest there. `best`: the program of the least makespan so far that
+    fits; `bound`: a lower bound on all programs' makespans, in seconds."""
 
     def __init__(
         self,
@@ -336,9 +337,9 @@ class MakespanSearch:
         return [n for n, known in enumerate(self.seen) if branch.has(known.choices)]
 
     def bound_for(self, known: Scheduled) -> float:
-        """Seconds that all programs of a program's sizes take at least; 0 where it has others than the bound is about,
-        as whole units cannot have these ratios, or not within the memory. Where a program leaves out conversions that
-        its choices have for nothing, their seconds are not in it."""
+        """A lower bound, in seconds, on all programs of a program's sizes; 0 if these are not the sizes of the search's
+        ratios, which whole units, or the memory, may not allow. Conversions of the program's choices that it leaves out
+        are subtracted."""
         candidate, ratios = known.candidate, self.builder.ratios
         assumed = ratios.sizes_of(candidate.sizes.classes) if ratios else None
         if assumed is None or assumed.shares != candidate.sizes.shares:
