@@ -20,7 +20,7 @@ from hapsynth._pytrees import skeleton
 from hapsynth._version import __version__
 from hapsynth.checkpoint.manifest import Box, CheckpointError, Leaf, Manifest, Static, common, size_of, within
 from hapsynth.checkpoint.reader import Reader
-from hapsynth.checkpoint.writer import Holders, save
+from hapsynth.checkpoint.writer import CHUNK_BYTES, Holders, save
 from hapsynth.lower import Lowered, Shards, Staged, Storage, local_positions, parts
 from hapsynth.running.allgather import allgather_json
 from hapsynth.running.arguments import Arguments
@@ -43,8 +43,10 @@ def save_state(
     lowered: Lowered | Staged,
     state: Any,
     arg: int | str,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
-    """Write an argument as its plan keeps it; see `Plan.save_state`."""
+    """Write an argument as its plan keeps it; see `Plan.save_state`. `chunk_bytes`: the most of a piece."""
     if not os.fspath(path):
         raise CheckpointError("the path of the state is empty; give a folder")
     held = {position: stored for position, _, _, stored in arguments.held(lowered, state, arg)}
@@ -78,7 +80,7 @@ def save_state(
     folder = Path(path)
     agreed = partial(_agreed, lowered.mesh, f"{folder}: cannot be written")
     manifest = Manifest(__version__, "", tuple(leaves))
-    save(folder, manifest, holders, fetch, jax.process_index(), agreed)
+    save(folder, manifest, holders, fetch, jax.process_index(), agreed, chunk_bytes)
 
 
 def restore_state(path: str | os.PathLike[str], arguments: Arguments, lowered: Lowered | Staged, arg: int | str) -> Any:

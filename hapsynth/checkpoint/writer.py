@@ -50,7 +50,7 @@ def chunks(box: Box, itemsize: int, most: int) -> Iterator[Box]:
         yield from chunks((*box[:dim], half, *box[dim + 1 :]), itemsize, most)
 
 
-def shared_out(leaves: Sequence[Leaf], holders: Sequence[Holders]) -> list[Leaf]:
+def shared_out(leaves: Sequence[Leaf], holders: Sequence[Holders], chunk_bytes: int = CHUNK_BYTES) -> list[Leaf]:
     """The leaves with their pieces: the process that writes each, and where. The same in every process.
 
     A box that several hold goes to who writes least so far. A chunk that none holds whole is cut as they hold it.
@@ -59,7 +59,7 @@ def shared_out(leaves: Sequence[Leaf], holders: Sequence[Holders]) -> list[Leaf]
     for leaf, held in zip(leaves, holders, strict=True):
         pieces: list[Piece] = []
         whole = tuple((0, n) for n in leaf.stored_shape)
-        for chunk in chunks(whole, leaf.stored_dtype.itemsize, CHUNK_BYTES) if held else ():
+        for chunk in chunks(whole, leaf.stored_dtype.itemsize, chunk_bytes) if held else ():
             cut = [(part, ranks) for box, ranks in held.items() if (part := common(chunk, box)) is not None]
             alone = set.intersection(*(set(ranks) for _, ranks in cut))
             for part, ranks in [(chunk, alone)] if alone else cut:
@@ -77,6 +77,7 @@ def save(
     fetch: Callable[[int, Box], np.ndarray],
     process: int,
     agreed: Callable[[Callable[[], Any]], list[Any]],
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> None:
     """Write a checkpoint to the folder at `path`, all its processes at once; until `commit` the old one stays.
 
@@ -85,7 +86,7 @@ def save(
     what it returned in each process that holds a part, in their order; a barrier, and where it fails in one it raises
     in all.
     """
-    arrays = iter(pieces := shared_out([x for x in manifest.leaves if isinstance(x, Leaf)], holders))
+    arrays = iter(pieces := shared_out([x for x in manifest.leaves if isinstance(x, Leaf)], holders, chunk_bytes))
     leaves = tuple(next(arrays) if isinstance(x, Leaf) else x for x in manifest.leaves)
     writers = agreed(lambda: process)
     first = process == writers[0]
