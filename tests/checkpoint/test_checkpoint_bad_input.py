@@ -246,7 +246,7 @@ def test_a_disk_too_small(plan: Plan, saved: Path) -> None:
 def test_the_others_hear_of_any_failure(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     """Of one that nobody thought of too: they would wait for this process."""
     told: list[Any] = []
-    monkeypatch.setattr(checkpoint_state, "told", lambda mesh, message, doing: told.append(message) or told)
+    monkeypatch.setattr(checkpoint_state, "allgather_json", lambda mesh, message, doing: told.append(message) or told)
 
     def work() -> None:
         raise MemoryError("no more")
