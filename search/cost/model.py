@@ -23,7 +23,7 @@ import numpy.typing as npt
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.cluster.memory_budget import MemoryBudget
-from hapsynth.graph.ir import Boundary, Graph, Op
+from hapsynth.graph.ir import Boundary, Graph, Op, Operand
 from hapsynth.instructions.collectives import Collective, Hosts, step_between, steps_between
 from hapsynth.instructions.factors import Triples
 from hapsynth.instructions.layout import Layout, cut_dims, cuts_of, owner_of
@@ -308,7 +308,7 @@ class CostModel:
         return lies and len(graph.uses[updated]) == 1 and graph.home[updated] == op.region
 
     @cached_property
-    def _lasting(self) -> Set[int]:
+    def _lasting(self) -> Set[Operand]:
         """Values that are needed once all ops that read them have: constants, inputs that are not donated, results of
         the function and of an iteration."""
         graph = self.graph
