@@ -377,11 +377,12 @@ _CLEAR = 8.0
 _COARSE = 1e-5
 """Floats whose last place is more than this are judged by the widened function: a parameter passes its own nudge on to
 the parameter after the step, so that by noise a gradient that is missing would pass."""
-_AS_FAR, _DEVICES = 4.0, 8
+_AS_FAR, _DEVICES = 4.0, 5
 """How many times as far as the function a plan may be from the widened function, on up to so many devices. A sum over n
 devices is rounded n times, which adds up to sqrt(n) times the rounding of one: simulated in bfloat16 at most 4.5, 5.8,
 10.8 and 19.8 times in the largest difference, 2.6, 4.3, 6.8 and 8.2 in the root mean square, for n = 8, 32, 64, 128.
-Where partial sums are rounded so and cancel, as of numbers of mean 0, up to 1 in 60 right leaves are beyond."""
+Where partial sums are rounded so and cancel, as of numbers of mean 0, up to 1 in 800 right leaves are beyond (with 8
+for 5 devices 1 in 60)."""
 _FEW = 64
 """A leaf of fewer elements may hold sums that are all smaller, and rounded less, than what was summed on the way: of
 single numbers 1 in 6 right ones are beyond."""
