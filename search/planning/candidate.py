@@ -1,4 +1,4 @@
-"""What a search comes up with: an assignment as a program, in the order and at the sizes that suit it best."""
+"""Candidates of a search: assignments as programs, in the order and at the sizes that suit them best."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hapsynth.search.sizing.sizer import KnownShares, Sizer
 from hapsynth.search.solver import Ints, Messages, Solution
 
 _POINTS = 3
-"""How many ops a round limits memory at."""
+"""The number of ops at which a round limits memory."""
 
 
 SAME = 1e-6
-"""Other sizes have to gain more than this, relative, as what is known of those assumed has to be proved anew."""
+"""The relative gain that other sizes must exceed, as the bound at the assumed sizes does not hold for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,15 +33,15 @@ class Candidate:
     sizer: Sizer
     sizes: Sizes
     known_cost: float | None
-    """Seconds of all instructions together, where they have been counted."""
+    """The sum of seconds over all instructions; None until it is computed."""
     memory: float
-    """What is counted of the device that comes nearest to its limit (`MemoryBudget`)."""
+    """Bytes as counted (`MemoryBudget`) on the device that is nearest to its limit."""
     choices: Ints | None
-    """Of the structure in use; None where that has been replaced."""
+    """The assignment in the current choice space; None once that has been replaced."""
     bound: float | None
     """The search's lower bound where its sizes turned out to be those that the search assumed."""
     over: Sizes | None = None
-    """Sizes at which it holds too much: those that the search assumed, or its own where no others fit."""
+    """Sizes at which it holds too much: those that the search assumed, or its own if no others fit."""
 
     @property
     def program(self) -> Program:
@@ -120,8 +120,8 @@ def _unproved(choices: Ints) -> Solution:
 
 @dataclass(frozen=True, eq=False)
 class CandidateBuilder:
-    """Makes candidates that fit into the devices' room, their classes cut as `fixed_ratios` have it. `left`: seconds
-    that there are for their sizes."""
+    """Makes candidates that fit into the devices' memory, with classes cut by `fixed_ratios`. `left`: the remaining
+    seconds for finding sizes."""
 
     costs: CostModel
     fixed_ratios: FixedRatios | None = None
@@ -133,8 +133,8 @@ class CandidateBuilder:
         return self.costs.room.limit
 
     def make(self, builder: ProblemBuilder, solution: Solution, *, as_assumed: bool = False) -> Candidate:
-        """An assignment as a program at its best sizes, in the order that spares memory where it must; `as_assumed`: at
-        the formulator's."""
+        """An assignment as a program at its best sizes, or `as_assumed` at the builder's; in the order that spares
+        memory if no other fits."""
         assert solution.assignment is not None
         emitter = Emitter(builder, solution.assignment.tolist())
         program = emitter.run(self.costs.axes)
@@ -203,7 +203,7 @@ class CandidateBuilder:
         return Candidate(sizer, sizes, cost, memory, solution.assignment, bound_at(cost, solution), over)
 
     def bound(self, candidate: Candidate) -> float:
-        """Seconds that a candidate's program takes at least at any sizes that fit."""
+        """A lower bound on the seconds of a candidate's program over all sizes that fit."""
         sizer = candidate.sizer
         rest = candidate.cost - sizer.variable_cost(candidate.sizes)
         return rest + sizer.bound(candidate.sizes, self.limit)

@@ -1,4 +1,4 @@
-"""What an assignment cuts and converts, by what ops can cut together and the range in which its shares lie."""
+"""The works and conversions of an assignment, by group of dimensions that ops can cut together and share range."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ class InRange:
 
     @property
     def kind(self) -> object:
-        """Equal for what is alike."""
+        """A key that is equal for ranges with equal works and conversions."""
         evenly = frozenset((other, f"{seconds:.6g}") for other, seconds in self.evenly_s.items())
         sent = (f"{x:.6g}" for x in (self.sent_s, self.swapped_s, self.moved_s))
         return frozenset(self.works.items()), evenly, *sent
 
 
 def in_ranges(builder: RangeBuilder, choices: Ints) -> dict[tuple[Node, int], InRange]:
-    """What an assignment cuts, by what ops can cut together and in which of its ranges."""
+    """(root of the dimensions that ops can cut together, number of the range) -> the assignment's works and
+    conversions."""
     st, graph, costs, ranges = builder.structure, builder.graph, builder.costs, builder.ranges
     found: dict[tuple[Node, int], InRange] = {}
     states = [(st.choices[k], int(choices[k])) for k in range(len(st.choices))]
@@ -78,13 +79,13 @@ def in_ranges(builder: RangeBuilder, choices: Ints) -> dict[tuple[Node, int], In
 
 
 def cuts_at(value: int, layout: Layout, ranges: ShareRanges) -> list[tuple[Node, int]]:
-    """What a layout cuts, by what ops can cut together and in which of its ranges."""
+    """The cuts of a layout, as (root of the dimensions that ops can cut together, number of the range)."""
     return [(ranges.root(value, dim), way) for dim, _, way in cuts_of(layout) if owner_of(way) is None]
 
 
 class Conversion(NamedTuple):
-    """Of a value from one layout to another. `seconds`: of all runs; `moves`: the layouts between which rows are moved
-    on the way, if they are."""
+    """A conversion of a value from one layout to another. `seconds`: of all runs; `moves`: the layouts between which
+    rows move on the way, if any do."""
 
     value: int
     source: Layout
@@ -95,7 +96,7 @@ class Conversion(NamedTuple):
 
 
 def even_seconds(costs: CostModel, nbytes: float, made: Conversion) -> float:
-    """Of an all-to-all of even blocks, where a conversion may be one in rounds; 0 of all else."""
+    """Seconds of an all-to-all with even blocks, if the conversion may be one in rounds; else 0."""
     step = next((step for step in costs.steps(made.source, made.target, 0) if step.in_rounds), None)
     price = step and PRICES[step.name]
     return float(price.evenly(costs.links[0], nbytes, costs.n**2)) if isinstance(price, PriceOfRounds) else 0.0

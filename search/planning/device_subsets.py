@@ -40,18 +40,18 @@ from hapsynth.search.sizing.leaving_out import FEW, between, ladder
 _T = TypeVar("_T")
 
 _NOTHING_CUT = Restriction(allowed=lambda value, dim: False)
-"""For one device."""
+"""The restriction for a single device."""
 _WORTH = 1.03
-"""A set is planned for in earnest where a first look comes to no more than this many times the best makespan."""
+"""A set of devices is fully planned for only if a first look finds a makespan within this factor of the best."""
 _LOOKING = 0.6
-"""Of the time left of a budget, to the end of the first look at a set with overlap: others are to be looked at too, and
-the best to be planned for."""
+"""The fraction of the remaining time budget for a first look at one set with overlap; the rest is for other sets and
+for planning on the best."""
 _LEAST_LEFT = 0.2
-"""Of a time budget: with less no other set is planned for."""
+"""The fraction of a time budget that must be left to plan for another set."""
 _CONCLUDING = 0.15
-"""Of a time budget, for the bounds of the best plan."""
+"""The fraction of a time budget for the bounds of the best plan."""
 _ONE_AXIS = 0.15
-"""Of a time budget, for a plan on one axis first."""
+"""The fraction of a time budget for a first plan on one mesh axis."""
 Devices = tuple[int, ...]
 """Positions in mesh order, rising."""
 SpeedOf = Callable[[DeviceKind], float]
@@ -110,7 +110,7 @@ class Ranking:
 
 
 def _uplink(cluster: Cluster, devices: Devices) -> float:
-    """Bandwidth of the hosts of some devices to others, of the slowest: bytes per second."""
+    """The least bandwidth, in bytes per second, from a host of `devices` to the others."""
     return min(cluster.nic(cluster.hosts[d]).bandwidth for d in devices)
 
 
@@ -141,7 +141,7 @@ class _Entry:
 
 
 class ClusterPlanner:
-    """One planning task, for all of a cluster's devices or those that are worth it: all of them where `leave_out` is
+    """One planning task, for all of a cluster's devices or those that are worth it. All are used if `leave_out` is
     false or layouts or ratios are asked for (`PlanningOptions`)."""
 
     def __init__(self, task: Task) -> None:
@@ -161,7 +161,7 @@ class ClusterPlanner:
         return self._run() if not options.overlap or options.least_speedup <= 1.0 else self._where_it_gains()
 
     def _where_it_gains(self) -> Result:
-        """With overlap if a step is `least_speedup` times as fast then, else without."""
+        """The plan with overlap if that makes a step `least_speedup` times as fast, else the plan without."""
         task, clock = self.task, self._whole.clock
         plain = ClusterPlanner(task.on(task.cluster, overlap=False, time_budget_s=clock.allotted(0.5))).run()
         if plain.interrupted or clock.no_time():
@@ -176,7 +176,7 @@ class ClusterPlanner:
         return found if found.cost_s <= cutoff else replace(plain, interrupted=found.interrupted)
 
     def _run(self, cutoff: float = np.inf) -> Result:
-        """`cutoff`: a makespan that none is sought above."""
+        """Plan. `cutoff`: no makespan above it is sought."""
         options, n = self.task.options, self.task.cluster.n
         if options.devices is not None:
             result = self._whole.run(cutoff)
@@ -190,7 +190,7 @@ class ClusterPlanner:
 
     @cached_property
     def _whole(self) -> Planner:
-        """Of all the devices that may be used."""
+        """The planner for all devices that may be used."""
         task, devices = self.task, self.task.options.devices
         return Planner(task if devices is None else task.on(task.cluster.subset(devices)))
 
@@ -247,7 +247,7 @@ class _SetsOfDevices:
         """Seconds of a time budget to be left for the best plan."""
 
     def _planner(self, cluster: Cluster, seconds: float, progress: Callable[[Progress], None] | None = None) -> Planner:
-        """For some of the devices. `seconds`: of a time budget."""
+        """A planner for some of the devices, with a time budget of `seconds`."""
         left = None if self.task.options.time_budget_s is None else max(0.05, seconds)
         # One device has nothing to cut.
         restriction = _NOTHING_CUT if cluster.n == 1 else None
@@ -256,7 +256,7 @@ class _SetsOfDevices:
         return planner
 
     def _attempt(self, search: Callable[[], _T], otherwise: _T) -> _T:
-        """What a search comes to; `otherwise` where Ctrl-C ended it."""
+        """The result of `search`, or `otherwise` where Ctrl-C ended it."""
         try:
             return otherwise if self._interrupted else search()
         except KeyboardInterrupt:
@@ -334,7 +334,8 @@ class _OverlappedSubsets(_SetsOfDevices):
         return replace(found, interrupted=self._interrupted)
 
     def _squeezed(self, looks: Sequence[_Look]) -> list[_Look]:
-        """Looks that found nothing that fits; of the first set on which a program is found that does, that one."""
+        """The looks, none of which found a program that fits: sets are searched for one that does, until one is found,
+        and the look at its set is replaced."""
         found = list(looks)
         for n, look in enumerate(looks):
             if not self._late() and all(np.isinf(each.makespan_s) for each in found):
@@ -349,19 +350,19 @@ class _OverlappedSubsets(_SetsOfDevices):
         return self._look(devices, self._planner(self.cluster.subset(devices), self._left()), known_s)
 
     def _look(self, devices: Devices, planner: Planner, known_s: float) -> _Look:
-        """A first look, where others found a makespan of so many seconds."""
+        """A first look at a set. `known_s`: the best makespan found on other sets, in seconds."""
         if not np.isfinite(planner.explore()) and planner is self.whole:
             planner.shrink()
         return self._makespans(devices, planner, known_s)
 
     def _makespans(self, devices: Devices, planner: Planner, known_s: float) -> _Look:
-        """They take a part of the time that is left."""
+        """The look at a set from the makespans of its programs, within a part of the remaining time."""
         with planner.clock.within(_LOOKING):
             return _Look(planner.explore_makespans(known_s), devices, planner)
 
 
 class _Look(NamedTuple):
-    """What came up in a first look at some devices; inf where no program fits."""
+    """The result of a first look at a set of devices: the best makespan, inf if no program fits."""
 
     makespan_s: float
     devices: Devices
@@ -373,7 +374,7 @@ class _Look(NamedTuple):
 
 
 class _SubsetSearch(_SetsOfDevices):
-    """For the least sum over a program's instructions."""
+    """The search for the plan with the least sum over its instructions."""
 
     def __init__(self, task: Task, whole: Planner) -> None:
         super().__init__(task, whole)
@@ -382,7 +383,7 @@ class _SubsetSearch(_SetsOfDevices):
         entries = map(self._entry, subclusters(self.cluster, self.task.costs.speed_of))
         self._entries = [self._all, *sorted(entries, key=lambda e: (e.bound, e.devices))]
         self._first_cost = np.inf
-        """What the first program on all devices takes, while these are not planned for in earnest."""
+        """The cost of the first program on all devices, until these are fully planned for; then inf."""
 
     def run(self) -> Result:
         """As `ClusterPlanner.run`."""
@@ -471,7 +472,7 @@ class _SubsetSearch(_SetsOfDevices):
         return self._planner(entry.cluster, self._left() - self._kept, self._relay(entry))
 
     def _relay(self, entry: _Entry) -> Callable[[Progress], None] | None:
-        """Progress of one set as that of the whole."""
+        """A callback that reports one set's progress as that of the whole search."""
         tell = self.task.options.progress
         if tell is None:
             return None
@@ -489,7 +490,7 @@ class _SubsetSearch(_SetsOfDevices):
         return self._best.planner.cost if self._best.planner else np.inf
 
     def _cutoff(self) -> float:
-        """What fewer devices must stay below to be worth it."""
+        """The cost below which a plan on fewer devices is worth having."""
         return min(self._cost(), self._first_cost) * (1 - SETTLED / 2)
 
     def _with_all(self, first_cost: float) -> float:
@@ -499,7 +500,7 @@ class _SubsetSearch(_SetsOfDevices):
         return self.whole.cost if np.isfinite(self.whole.cost) else self.whole.given_up
 
     def _squeeze(self) -> None:
-        """The first set is the best on which a program is found that fits."""
+        """Where nothing fits yet: search the sets for a program that fits; the first with one becomes the best."""
         for entry in self._entries:
             planner = entry.planner
             if planner is None or np.isinf(entry.bound) or self._late():
@@ -509,7 +510,7 @@ class _SubsetSearch(_SetsOfDevices):
                 return
 
     def _seek_closer(self, cost: float) -> None:
-        """The joint bounds of all sets but the best, whose plan has that cost, as close as was asked for."""
+        """Tighten the joint bounds of all sets but the best towards `cost`, the best plan's, as asked for."""
         for entry in self._entries:
             if entry is not self._best and entry.bound < cost and not self._late():
                 entry.planner = entry.planner or self._planner_of(entry)

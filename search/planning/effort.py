@@ -1,4 +1,4 @@
-"""What a planning task may take, and what it has taken."""
+"""The time budget of a planning task, and the effort spent so far."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 LAST_S = 1.0
-"""Seconds for a bound that is still sought where no time is left."""
+"""Seconds for the bound that is sought even when no time is left."""
 _LEAST_S = 0.05
-"""Seconds of whatever is begun at all."""
+"""The least seconds for anything that is started."""
 
 
 @dataclass
 class Clock:
-    """The time of a task, from where it begins: `budget_s` seconds or, for None, as long as it takes; and whether
-    Ctrl-C ended it."""
+    """The time budget of a task: `budget_s` seconds from the creation of the clock, None for no limit; and whether
+    Ctrl-C ended the task (`interrupted`)."""
 
     budget_s: float | None = None
     began: float = field(init=False)
     interrupted: bool = field(init=False, default=False)
     _deadline: float | None = field(init=False)
     _build_s: float = field(init=False, default=0.0)
-    """Of the problem that was slowest to build: none is begun in less."""
+    """The build time of the slowest problem so far: with fewer seconds left, no problem is started."""
 
     def __post_init__(self) -> None:
         self.began = time.perf_counter()
@@ -39,7 +39,7 @@ class Clock:
         return np.inf if self._deadline is None else self._deadline - time.perf_counter()
 
     def allotted(self, part: float = 1.0) -> float | None:
-        """Seconds for what is begun now, of a `part` of what is left; None without a budget."""
+        """Seconds for a step that starts now: a `part` of the remaining budget; None without a budget."""
         return None if self._deadline is None else max(_LEAST_S, self.left()) * part
 
     def share(self, part: float) -> float | None:
@@ -48,7 +48,7 @@ class Clock:
         return None if share is None else max(share, min(self.left(), self._build_s))
 
     def late(self) -> bool:
-        """Whether nothing more is to be begun."""
+        """Whether no new step is to be started."""
         return self.interrupted or self.no_time()
 
     def no_time(self) -> bool:
@@ -56,17 +56,17 @@ class Clock:
         return self._deadline is not None and self.left() <= self._build_s
 
     def built(self, began: float) -> None:
-        """Note a problem whose building began then."""
+        """Record the build time of a problem whose building started at `began`."""
         self._build_s = max(self._build_s, self.elapsed(began))
 
     def allow(self, seconds: float) -> None:
-        """From now on, if there is a budget at all."""
+        """Set the remaining budget, if there is a budget, to `seconds`."""
         if self._deadline is not None:
             self._deadline = time.perf_counter() + max(_LEAST_S, seconds)
 
     @contextmanager
     def within(self, part: float) -> Generator[None]:
-        """A part of the budget is all there is meanwhile."""
+        """Within this context the budget is only the first `part` of the whole."""
         end = self._deadline
         if end is not None:
             self._deadline = self.began + part * (end - self.began)
@@ -93,7 +93,7 @@ class Effort:
 
     @staticmethod
     def together(efforts: Sequence[Effort]) -> Effort:
-        """Of several tasks."""
+        """The total effort of several tasks."""
         merge = lambda name: (max if name == "states" else sum)([getattr(e, name) for e in efforts])
         return Effort(**{f.name: merge(f.name) for f in fields(Effort)})
 

@@ -1,4 +1,4 @@
-"""The seconds that a graph's ops take at least on any devices, whatever is communicated."""
+"""A lower bound on the seconds of a graph's ops on any devices, whatever is communicated."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hapsynth.search.cost.work import Work
 from hapsynth.search.formulation.choice_space import ChoiceSpace
 
 _SAFETY = 1e-6
-"""Relative: the linear program's tolerances."""
+"""A relative margin for the linear program's tolerances."""
 
 
 class Works(NamedTuple):
-    """A graph's ops, those that are alike as one: what each takes at least, how often it runs, and whether it can be
-    cut or have an owner."""
+    """The ops of a graph, equal ops merged: `each` work, its `runs` per step [works], and whether it can be `cut` or
+    have an owner [works]."""
 
     each: list[Work]
     runs: Floats
@@ -51,7 +51,7 @@ class Works(NamedTuple):
 
 
 class IdealWorkBound:
-    """The seconds that a graph's ops take at least on any devices, however they are cut and whatever is communicated.
+    """Lower bounds on the seconds of a graph's ops on any devices, however they are cut and whatever is communicated.
 
     A device with a fraction of an op's work takes at least that fraction of its roofline's seconds, at the highest rate
     that was measured, and the fractions sum to 1; bytes that are not divided are moved once at least. An
@@ -63,13 +63,13 @@ class IdealWorkBound:
         self._known: dict[int, Works] = {}
 
     def works(self, cluster: Cluster, figures: DeviceFigures) -> Works:
-        """As some devices, of these figures, count them: fewer kinds may launch fewer kernels."""
+        """The works for devices with these figures: fewer kinds may launch fewer kernels."""
         if figures.outputs not in self._known:
             self._known[figures.outputs] = Works.of(self.structure, self.costs.on(cluster))
         return self._known[figures.outputs]
 
     def on(self, cluster: Cluster) -> float:
-        """Seconds per step."""
+        """A lower bound on the seconds per step, as a sum over ops."""
         counts = Counter(cluster.devices)
         figures = DeviceFigures(list(counts))
         works = self.works(cluster, figures)
@@ -80,12 +80,12 @@ class IdealWorkBound:
         return float(works.runs @ np.where(works.cut, shared, roofline.least_alone().max(axis=1)))
 
     def makespan_on(self, cluster: Cluster) -> float:
-        """Seconds per step where devices compute at once, each at its own op."""
+        """A lower bound on the seconds per step if devices may compute different ops at the same time."""
         return self.weighted_on(cluster)[0]
 
     def weighted_on(self, cluster: Cluster) -> tuple[float, Floats]:
-        """As `makespan_on`, and the weights of the kinds [kinds] that show it: no step is shorter than a weighted mean
-        of its devices' times, and a linear program finds the greatest."""
+        """`makespan_on`, and the weights [kinds] that prove it: no step is shorter than a weighted mean of its devices'
+        times; a linear program finds the weights with the greatest mean."""
         counts = Counter(cluster.devices)
         kinds, figures = len(counts), DeviceFigures(list(counts))
         works = self.works(cluster, figures)

@@ -32,45 +32,45 @@ from hapsynth.search.solver import Ints
 
 _ROUNDS = 12
 _MOST_STATES = 3_000_000
-"""Of a problem: more take minutes."""
+"""States of a problem: one with more takes minutes."""
 _TOLERANCE = 0.02
-"""Of what the bound still lacks."""
+"""A fraction of what the bound still lacks."""
 _SAFETY = 1e-9
 _WORTH = 0.02
 """A range is divided only if it, with all equivalent ones, can close this fraction of what the bound still lacks."""
 _MOST = 0.2
 """A range is divided only if it can gain this fraction of the most that one of the ranges cut together can."""
 _NEAR = 0.5
-"""Of the room: a plan that holds less is not dearer for want of memory."""
+"""A fraction of the memory limit: a plan that holds less costs no more for lack of memory."""
 _CLOSER = 0.25
 """The fraction of a range's possible gain that its parts may still have."""
 _PARTS = 8
-"""Of a range, in one round."""
+"""The number of parts into which one round divides a range at most."""
 _FEW = 16, 4
 """Dimensions of fewer units, or with fewer units in a device's even share, have ranges, down to single units, and no
 nodes."""
 _SUITED = 121
-"""Shares of which works are asked which suits them best."""
+"""The number of shares among which the best for each work is sought."""
 _HEAVY = 0.05
 """A share is a first node only if works with this fraction of all works' seconds are best there."""
 _APART = 0.02
-"""Of an even share: two nodes to begin with."""
+"""The least distance of two first nodes, as a fraction of an even share."""
 _POINTS = 33
-"""Shares at which what cuts a range is compared."""
+"""The number of shares of a range at which the seconds of its works are compared."""
 _POINTS_OF_TWO = 9
-"""The same of each of two shares at once."""
+"""The same per share, where two shares vary at once."""
 
 
 class _Priced(NamedTuple):
-    """A Lagrangian bound at a price of memory, and by how many bytes more is held there than the limits are: a
-    subgradient of the bound."""
+    """A Lagrangian bound at a price of memory, and the bytes held there beyond the limits: a subgradient of the
+    bound."""
 
     price: float
     bound: float
     excess: float
 
     def at(self, price: float) -> float:
-        """The most that the bound may be at another price."""
+        """An upper bound on the bound at another price."""
         return self.bound + self.excess * (price - self.price)
 
 
@@ -92,11 +92,11 @@ class _MemoryPrice:
         return min(max(self._meet(self.high), self.low.price + margin), self.high.price - margin)
 
     def most(self) -> float:
-        """The greatest that the bound may be at any price."""
+        """An upper bound on the bound at any price."""
         return np.inf if self.high is None else self.low.at(self._meet(self.high))
 
     def _meet(self, high: _Priced) -> float:
-        """The price where both tangents do."""
+        """The price where both tangents intersect."""
         return (high.at(0.0) - self.low.at(0.0)) / (self.low.excess - high.excess)
 
     def learn(self, found: _Priced) -> None:
@@ -107,12 +107,12 @@ class _MemoryPrice:
 
 
 class JointRefinement:
-    """Of the task of a search, one that it `suits`."""
+    """The refinement of the joint bound of a search's task, which must be one that it `suits`."""
 
     @staticmethod
     def suits(task: Task) -> bool:
-        """Whether there are ranges to divide: along one mesh axis, over unlike devices, where nothing says how values
-        lie. With overlap bounds are others'."""
+        """Whether a task has ranges to divide: along one mesh axis, over unlike devices, without a restriction. Plans
+        with overlap have other bounds."""
         options, costs = task.options, task.costs
         return len(costs.axes) == 1 and len(costs.kinds) > 1 and options.restriction is None and not options.overlap
 
@@ -122,8 +122,8 @@ class JointRefinement:
         self._shortest = self._shortest_dims()
 
     def bound(self, known: float, enough: float) -> float:
-        """Seconds that no program goes below, at any ratios, of those that `share_ranges.py` bounds: `known` ones or
-        more, sought until `enough`."""
+        """A lower bound, in seconds, on the programs of any ratios that `share_ranges.py` covers: at least `known`, and
+        not tightened beyond `enough`."""
         ranges, clock, limits = ShareRanges(self.costs, {}), self.search.clock, dict(self.search.limits)
         price: _MemoryPrice | None = None
         for _ in range(_ROUNDS):
@@ -175,7 +175,7 @@ class JointRefinement:
         return RangeChoices(self.costs, ranges.count, sparing=known.sparing, owners=known.owners)
 
     def _shortest_dims(self) -> dict[Node, int]:
-        """Of what ops can cut together, the length of the shortest dimension."""
+        """Root of the dimensions that ops can cut together -> the length of the shortest of them."""
         ranges, found = ShareRanges(self.costs, {}), dict[Node, int]()
         for v in self.graph.values:
             for dim, units in enumerate(v.shape):
@@ -186,8 +186,8 @@ class JointRefinement:
     # Which nodes and ranges
 
     def _finer(self, builder: RangeBuilder, choices: Ints, lacking: float) -> ShareRanges | None:
-        """More nodes and finer ranges where the choices may gain by it, if there are any, the bound being `lacking`
-        seconds."""
+        """The ranges with more nodes and finer parts where the bound may gain by it; None if it may nowhere. `lacking`:
+        the seconds by which the bound is to rise."""
         ranges, found = builder.ranges, in_ranges(builder, choices)
         first = {} if ranges.nodes else self._first_nodes(found)
         if first:
@@ -195,7 +195,7 @@ class JointRefinement:
         kinds: dict[tuple[Node, int], object] = {
             (root, way): (way, self._shape(ranges, root), held.kind) for (root, way), held in found.items()
         }
-        # Of those that are alike, as layers' are, all can be divided.
+        # Equivalent ranges, as those of equal layers, are divided together.
         alike, worth = Counter(kinds.values()), _WORTH * lacking
         gained: dict[object, tuple[float, ShareNodes | list[ShareRange]]] = {}
         for (root, way), held in found.items():
@@ -222,7 +222,7 @@ class JointRefinement:
         return ranges.divided(parts, more) if parts or more else None
 
     def _first_nodes(self, found: Mapping[tuple[Node, int], InRange]) -> dict[Node, ShareNodes]:
-        """Of all that has many units: at the shares of slow devices that suit most of what is cut."""
+        """First nodes for dimensions of many units: the shares of slow devices that suit the most of the works."""
         n, fast, works = self.costs.n, self.costs.fastest.tolist(), Counter[Work]()
         for held in found.values():
             works.update(held.works)
@@ -244,7 +244,8 @@ class JointRefinement:
         return {root: ShareNodes.near(units, fast, chosen) for root, units in many.items()}
 
     def _beside(self, ranges: ShareRanges, nodes: ShareNodes, way: int, held: InRange) -> tuple[float, ShareNodes]:
-        """(seconds gained, nodes) with more beside one at which something lies; none gained where there are no more."""
+        """(seconds gained, nodes) with more nodes around node `way`, which choices use; 0 gained if no more are
+        possible."""
         costs, each = self.costs, np.zeros((0, len(nodes.cells)))
         if held.works:
             each = ranges.least_in_cells(nodes, [*held.works])
@@ -261,8 +262,8 @@ class JointRefinement:
         return max(gain, lost) if more != nodes else 0.0, more
 
     def _parts(self, whole: ShareRange, root: Node, held: InRange, worth: float) -> tuple[float, list[ShareRange]]:
-        """(seconds gained, parts) of a range for what lies in it, by the largest share or, where rounds are sent, by
-        that of slow devices, whichever gains more; none where less than `worth` seconds could be gained."""
+        """(seconds gained, parts) for the works in a range, divided by the largest share or, where rounds are sent, by
+        that of slow devices, whichever gains more; (0, []) if less than `worth` seconds could be gained."""
         by_largest = lambda part: whole._replace(largest=part)
         if not held.evenly_s:
             return self._parts_between(whole.largest, by_largest, root, held, worth)
@@ -274,8 +275,8 @@ class JointRefinement:
         return (gain, parts) if parts else (0.0, [])
 
     def _around_the_best(self, whole: ShareRange, root: Node, held: InRange) -> tuple[float, list[ShareRange]]:
-        """(seconds gained, parts) of a range that leave the shares by themselves at which what lies in it takes the
-        least: rounds may send more only where both are known."""
+        """(seconds gained, parts) of a range, one part of which is just the shares at which its works take the least:
+        only where both shares are known can rounds be known to send more."""
         units = max(self._shortest[root], 1)
         largest, slow = (_some_units(ends, units, _POINTS_OF_TWO) for ends in (whole.largest, whole.slow))
         points = [ShareRange((x, x), (y, y)) for x in largest for y in slow]
@@ -291,13 +292,13 @@ class JointRefinement:
         return (each[at] - first, parts) if len(parts) > 1 else (0.0, [])
 
     def _shape(self, ranges: ShareRanges, root: Node) -> object:
-        """Equal for what can be cut and is divided alike."""
+        """A key that is equal for dimensions of equal length with equal ranges and nodes."""
         return self._shortest[root], ranges.at(root), ranges.nodes.get(root)
 
     def _parts_between(
         self, ends: Range, part: Callable[[Range], ShareRange], root: Node, held: InRange, worth: float
     ) -> tuple[float, list[ShareRange]]:
-        """(seconds gained, parts) of a range that is divided between two ends."""
+        """(seconds gained, parts) of a range that is divided between two ends of one of its shares."""
         (low, high), units = ends, max(self._shortest[root], 1)
         inside = _between(ends, units).tolist()
         if not inside:
@@ -318,8 +319,8 @@ class JointRefinement:
         return (gain, [part(within) for within in pairwise([low, *found, high])]) if found else (0.0, [])
 
     def _seconds(self, held: InRange, parts: Sequence[ShareRange], units: int, low: float) -> Floats:
-        """What lies in a range whose largest share is `low` or more takes where it lies in each of some parts of it, in
-        whole units."""
+        """Lower bounds, in seconds, on the works of a range in each of its `parts` [parts], with shares in whole units.
+        `low`: the least that the largest share in the range may be."""
         runs = np.array(list(held.works.values()))
         parts = [part.tightened(self.costs.fastest).in_units(units) for part in parts]
         times = self.costs.times_within([(work, part) for part in parts for work in held.works])
@@ -329,26 +330,26 @@ class JointRefinement:
 
 
 def _excess(memory: MemoryConstraints, limits: Mapping[int, float], choices: Ints) -> float:
-    """Bytes that the choices hold beyond the limits, in all."""
+    """The total number of bytes that the choices hold beyond the limits."""
     problem = memory.problem(limits)
     used = problem.usage(memory.extended(problem, choices))
     return float(sum(u - r.limit for u, r in zip(used, problem.resources, strict=True)))
 
 
 def _whole_units(ends: Range, units: int) -> Floats:
-    """Shares of so many units that lie between two, rising."""
+    """The shares of whole units, out of `units`, between two ends, rising."""
     low, high = ShareRange(ends).in_units(units).largest
     return np.arange(round(low * units), round(high * units) + 1) / units
 
 
 def _some_units(ends: Range, units: int, most: int) -> list[float]:
-    """As many of these at most."""
+    """At most `most` of `_whole_units`, evenly spaced."""
     every = _whole_units(ends, units)
     return every[spread(len(every), most)].tolist()
 
 
 def _between(ends: Range, units: int) -> Floats:
-    """Shares between each two of these, at which a range may be divided."""
+    """The shares halfway between two `_whole_units`, at which a range may be divided."""
     return _whole_units(ends, units)[:-1] + 0.5 / units
 
 
@@ -357,7 +358,7 @@ def _parted(seconds: Callable[[Range], Floats], ends: Range, inside: Sequence[fl
     (low, high), found = ends, list[float]()
     begin, first = low, 0
     while seconds((begin, high))[0] < least and first < len(inside):
-        # The more there is in a part, the less it takes.
+        # The wider a part is, the lower is its bound.
         few, most = first, len(inside) - 1
         while few < most:
             middle = (few + most + 1) // 2

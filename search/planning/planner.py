@@ -57,7 +57,7 @@ _TOLERANCE = 1e-6
 _JOINT_TOLERANCE = 1e-4
 _SAFETY = 1e-9
 _WIDE_TOLERANCE = 5e-5
-"""With several mesh axes, where the last steps of the bound take longest; still half of what counts as settled."""
+"""The tolerance with several mesh axes, where the bound's last steps take longest; still half of `SETTLED`."""
 ROUGH_TOLERANCE = 2e-3
 """The tolerance with several mesh axes before the last search, whose bound alone is kept. With a looser one the dual of
 the next search starts from a worse point: 5e-3 made BERT-base on 2x4 slower."""
@@ -73,7 +73,7 @@ class InfeasibleError(ValueError):
 
 
 class _OwnRatios(NamedTuple):
-    """A program's sizes, and the ratios that they are."""
+    """A program's sizes, and the same as ratios."""
 
     sizes: Sizes
     ratios: Ratios
@@ -89,8 +89,9 @@ class _JointBound(NamedTuple):
 
 
 class Planner:
-    """One planning task, in which every device of the cluster takes part. `clock`: its time; `effort`: what it has
-    taken; `given_up`: the least cost of what does not fit and was not followed up, as it exceeded a cutoff."""
+    """One planning task, in which every device of the cluster takes part. `clock`: its time budget; `effort`: the time
+    and nodes used so far; `given_up`: the least cost among programs that do not fit and were not made to fit, as they
+    exceeded a cutoff."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -106,9 +107,9 @@ class Planner:
         self._cutoff = np.inf
         """The `cutoff` of the last `explore`: programs that cost this much or more are not wanted."""
         self._first: FirstProgram | None = None
-        """At the first start's ratios, until `explore` goes on from there."""
+        """The result at the first start's ratios, until `explore` continues from it."""
         self._own: _OwnRatios | None = None
-        """Of the last program at whose own ratios was searched."""
+        """The sizes and ratios of the last program at whose own ratios a search ran."""
         self._joint: _JointBound | None = None
         self._makespans: MakespanSearch | None = None
         self._looked: tuple[Scheduled, float] | None = None
@@ -117,7 +118,7 @@ class Planner:
 
     @property
     def cost(self) -> float:
-        """Of the best program that fits so far; inf where there is none."""
+        """The cost of the best program that fits so far; inf where there is none."""
         return self._incumbent.cost
 
     @property
@@ -186,7 +187,7 @@ class Planner:
             )
 
     def explore_makespans_on(self, near: float, cutoff: float) -> float:
-        """As `explore_makespans`, from where that ended, until a program takes `near` seconds or less, or all take
+        """Continue `explore_makespans` until a program takes at most `near` seconds, or all are known to take
         `cutoff`."""
         if self._makespans is not None:
             self._unless_interrupted(partial(self._makespans.look_again, near, cutoff), None)
@@ -194,11 +195,13 @@ class Planner:
 
     @property
     def makespan_bound(self) -> float:
-        """Seconds that every program takes at least that has the ratios of the best one, as far as was looked."""
+        """A lower bound on the makespan, in seconds, of all programs with the best one's ratios, as far as known
+        yet."""
         return self._makespans.bound if self._makespans else 0.0
 
     def joint_makespan_bound(self) -> float:
-        """Seconds that every program on these devices takes at least, whatever its ratios; Ctrl-C as in `run`."""
+        """A lower bound on the makespan, in seconds, of all programs on these devices at any ratios; Ctrl-C as in
+        `run`."""
         work = IdealWorkBound(self.task.choices, self.task.costs)
         least, parts = work.weighted_on(self.task.cluster)
         # Along several axes conversions go the ways that are the cheapest at the best ratios, which these are not.
@@ -212,7 +215,8 @@ class Planner:
         return self.cost
 
     def bytes_at(self, ops: tuple[int, ...]) -> float:
-        """What every program holds at least near some of the given ops; 0 where there are none, or no limits."""
+        """A lower bound on the bytes that every program holds near one of `ops`; 0 without ops or without memory
+        limits."""
         return self._search.bytes_at(ops)
 
     def full_ops(self) -> tuple[int, ...]:
@@ -220,7 +224,7 @@ class Planner:
         return self._search.full_ops()
 
     def joint_bound(self, enough: float = np.inf) -> float:
-        """Seconds that no program on these devices goes below at any ratios; nothing beyond `enough` is sought."""
+        """A lower bound, in seconds, on all programs on these devices at any ratios; not tightened beyond `enough`."""
         limits = len(self._search.limits)
         if self._joint is not None:
             known = self._joint
@@ -252,7 +256,7 @@ class Planner:
         return bound
 
     def joint_bound_below(self, cost: float) -> float:
-        """The joint bound, sought closer to a plan's cost where that was asked for."""
+        """The joint bound, tightened towards `cost`, the plan's, where `joint_gap` was asked for."""
         bound, asked = self.joint_bound(), self.task.options.joint_gap
         enough = cost if asked is None else cost * (1 - asked)
         if asked is None or bound >= enough or not JointRefinement.suits(self.task):
@@ -264,7 +268,7 @@ class Planner:
 
     def conclude(self, cutoff: float = np.inf) -> Result:
         """The best program so far with its bounds; raises InfeasibleError where there is none, RatioError where it
-        cannot be cut as is asked. Ctrl-C as in `run`. `cutoff`: a makespan that none is sought above."""
+        cannot be cut as is asked. Ctrl-C as in `run`. `cutoff`: no makespan above it is sought."""
         best, options = self._incumbent.best, self.task.options
         if best is None:
             raise KeyboardInterrupt if self.clock.interrupted else self._infeasible()
@@ -305,7 +309,7 @@ class Planner:
     def _result(
         self, program: Program, sizes: Sizes, cost: float, bound: float, joint: float, held: tuple[float, ...]
     ) -> Result:
-        """What `conclude` gives of any program, which is checked. `held`: bytes of each device."""
+        """The result for a program, once the checker has passed it. `held`: peak bytes of each device."""
         task, options, effort = self.task, self.task.options, self.effort
         if options.fixed_ratios is not None:
             options.fixed_ratios.check(sizes)
@@ -332,7 +336,7 @@ class Planner:
         )
 
     def _concluded(self, makespans: MakespanSearch, cutoff: float) -> Overlapped | None:
-        """The program of the least makespan; once Ctrl-C was pressed the best so far, as nothing more is begun then."""
+        """The program of the least makespan; after Ctrl-C the best so far, as nothing new is started then."""
         for _ in range(2):
             try:
                 return concluded(makespans, cutoff)
@@ -360,12 +364,14 @@ class Planner:
                 break
 
     def _shrink(self) -> None:
-        """At even sizes: padded shards hold more at all others. Exact ones are cut as unlike limits are."""
+        """Search at even sizes, as padded shards hold more at all others; exact shards are in proportion to the
+        limits."""
         proportions, n = self.task.memory_budget.proportions, self.task.cluster.n
         self._search.shrink(self.task.ratios(np.full(n, 1.0 / n) if proportions is None else proportions))
 
     def _unless_interrupted(self, search: Callable[[], _T], otherwise: _T) -> _T:
-        """What a search comes to or, where Ctrl-C was pressed before it or in it, what holds without it."""
+        """The result of `search`, or `otherwise` where Ctrl-C was pressed before or during it. Raises KeyboardInterrupt
+        if it is pressed before there is a program."""
         try:
             return otherwise if self.clock.interrupted else search()
         except KeyboardInterrupt:
@@ -381,8 +387,8 @@ class Planner:
         return self._own.ratios
 
     def _alternate(self, weights: Floats, evenly: EvenDims, *, last: bool) -> None:
-        """Search and sizes in turn from one start, until the cost stops falling. What the `last` start comes to is
-        likely what has to be certified."""
+        """Alternate program search and sizing from one start, until the cost stops falling. The `last` start's result
+        is likely the one to certify, so its tolerance is tighter."""
         ratios = self.task.ratios(weights, evenly)
         choices = self._incumbent.choices
         reached = np.inf
@@ -453,8 +459,8 @@ class Planner:
         return best, 0.0
 
     def _strictly(self, ratios: Ratios, best: Candidate) -> tuple[Candidate, float]:
-        """Where a bound leaves a gap: that of the programs which the best one's sizes allow. A cheaper one becomes the
-        best."""
+        """Where a bound leaves a gap: the bound on just those programs that the best one's sizes allow. A cheaper
+        program found becomes the best."""
         search = self._search
         builder = search.builder(ratios.strictly())
         solved = search.bounded(builder, best.choices, self._tolerance)

@@ -1,4 +1,4 @@
-"""The best program at given ratios that fits, and bounds: what a planning task does again and again."""
+"""The search for the best program that fits at given ratios, and its bounds; a planning task runs it many times."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from hapsynth.search.solver import Ints, Messages, Problem, Solution, solve, sol
 _MEMORY_ROUNDS = 8
 _SHRINK_ROUNDS = 6
 _LIMITED_NODES = 10_000
-"""Of a search within memory limits: where prices leave a gap, ten times as many narrowed it by nothing."""
+"""Nodes of a search within memory limits. Where prices leave a gap, ten times as many did not narrow it."""
 MANY_AXES_NODES = 2000
-"""Of a search along three axes or more, and of a joint bound along several, as nodes have many states: in ten times as
-many that of a mixture of experts on 2x2x2 rose by nothing in a minute, where all before had taken eight seconds."""
+"""Nodes of a search along three axes or more, and of a joint bound along several, as nodes have many states there. Ten
+times as many did not raise the bound of a mixture of experts on 2x2x2 in a minute; all before had taken 8 s."""
 _SHARE = 0.25
-"""Of what is left of a time budget, for a search."""
+"""The fraction of the remaining time budget that one search may take."""
 _SHRINK_TOLERANCE = 1e-3
 
 
 class AdditiveSolution(NamedTuple):
-    """What one additive problem came to. `solution`: a choice, its cost, the least that any costs, and what that took.
-    `messages`: what its dual came to; that of a similar problem may begin from them."""
+    """The result of one additive problem. `solution`: an assignment, its cost, a lower bound on all, and the effort.
+    `messages`: of its dual; the dual of a similar problem may start from them."""
 
     solution: Solution
     messages: Messages
@@ -66,8 +66,8 @@ class Found(NamedTuple):
 
 
 class FixedRatioSearch:
-    """Finds programs of a task at given ratios, within its time. `choices`: what programs are made of; `incumbent`: the
-    best so far; `limits`: ops at which some program was too large -> the bytes there are."""
+    """Finds programs of a task at given ratios, within its time. `choices`: the choice space; `incumbent`: the best
+    program so far; `limits`: ops at which some program held too much -> the bytes available."""
 
     def __init__(self, task: Task, clock: Clock, effort: Effort) -> None:
         self.task, self.clock, self.effort = task, clock, effort
@@ -76,10 +76,10 @@ class FixedRatioSearch:
         self.incumbent = Incumbent(task.memory_budget.limit)
         self.limits: dict[int, float] = {}
         self._builder: ProblemBuilder | None = None
-        """The last one: the same ratios are searched twice where a plan is certified, and without any it is asked first
-        what all programs hold, then what they cost."""
+        """The last builder. Ratios are searched twice where a plan is certified; without ratios there is one search for
+        the bytes that all programs hold, and one for their costs."""
         self._tied_messages: Messages = {}
-        """Of the last search with alike variables as one."""
+        """The messages of the last search in which equivalent variables were one."""
 
     @property
     def limit(self) -> float:
@@ -87,7 +87,7 @@ class FixedRatioSearch:
         return self.incumbent.limit
 
     def builder(self, ratios: Ratios | None) -> ProblemBuilder:
-        """Of problems at some ratios; None: with every instruction at its own best ones."""
+        """The builder of problems at some ratios; None: with every instruction at its own best ratios."""
         known = self._builder
         if known is None or known.ratios is not ratios or known.structure is not self.choices:
             known = self._builder = ProblemBuilder(self.choices, self.task.costs, ratios)
@@ -186,7 +186,8 @@ class FixedRatioSearch:
         seconds: Callable[[], float | None],
         **how: Any,
     ) -> AdditiveSolution:
-        """As `cheapest`, with a price per byte beyond each of the limits, at least, in place of these."""
+        """As `cheapest`, with a price per byte beyond each limit instead of limits, and with bytes counted
+        `at_least`."""
         began = time.perf_counter()
         problem = MemoryConstraints(builder, at_least=True).priced(limits, per_byte)
         self.clock.built(began)
@@ -207,7 +208,7 @@ class FixedRatioSearch:
     # The best program that fits
 
     def first_program(self, ratios: Ratios, tolerance: float) -> FirstProgram:
-        """The first program that `best` comes to at some ratios."""
+        """The first program that `best` finds at some ratios."""
         builder = self.builder(ratios)
         return FirstProgram(builder, *self._candidate(builder, {}, None, tolerance))
 
@@ -241,7 +242,7 @@ class FixedRatioSearch:
                 builder = self.builder(ratios)
                 candidate, solved = self._candidate(builder, limits, begin, tolerance, certain=certain, above=above)
             if candidate is not None and candidate.memory > self.limit and candidate.cost >= cutoff:
-                # To fit would only make it dearer.
+                # Making it fit could only raise its cost.
                 return Found(None, solved.solution, candidate.cost)
             if candidate is None or candidate.memory <= self.limit or self.choices.sparing:
                 break
@@ -272,10 +273,10 @@ class FixedRatioSearch:
         certain: bool,
         at_least: bool,
     ) -> tuple[Candidate | None, AdditiveSolution]:
-        """A program that fits, by limits ever tighter where one does not; else the last one, or none. `first`: what
-        there is within `limits`, if that is known. `at_least`: how bytes are counted, as in `MemoryConstraints`."""
+        """A program that fits, found by tightening limits where one does not; else the last program, or none. `first`:
+        the result within `limits`, if known. `at_least`: how bytes are counted, as in `MemoryConstraints`."""
         search = partial(self._candidate, builder, tolerance=tolerance, certain=certain, at_least=at_least)
-        # Limits of which there is a program, which holds too much, and of which there is none.
+        # Limits within which a program was found, which holds too much, and limits within which there is none.
         loose, tight = dict[int, float](), dict[int, float]()
         between = lambda: {op: (loose.get(op, self.limit) + none) / 2 for op, none in tight.items()}
         begin: Ints | None = None
@@ -299,13 +300,13 @@ class FixedRatioSearch:
         return candidate, solved
 
     def note(self, candidate: Candidate | None, solved: AdditiveSolution) -> None:
-        """A program that came up, and where it came from."""
+        """Offer a program to the incumbent, with the solution that it is from."""
         if candidate is not None:
             self.incumbent.offer(candidate, solved.messages)
             self.tell("search", candidate.cost, solved.lower_bound)
 
     def tell(self, stage: str, cost: float, bound: float, expanded: int = 0) -> None:
-        """Progress; `expanded`: nodes of the search at hand."""
+        """Report progress. `expanded`: nodes of the current search so far."""
         if self.task.options.progress is not None:
             best = min(cost, self.incumbent.cost)
             nodes = self.effort.expanded + expanded
@@ -322,7 +323,7 @@ class FixedRatioSearch:
         above: float = np.inf,
         at_least: bool = False,
     ) -> tuple[Candidate | None, AdditiveSolution]:
-        """The best program, as far as memory is counted, and what it came from."""
+        """The best program within the counted limits, and the solution that it is from."""
         solved = self.cheapest(
             builder, limits, begin, at_least=at_least, tolerance=tolerance, seconds=self._share, tied=not certain
         )
@@ -348,7 +349,7 @@ class FixedRatioSearch:
     # Memory
 
     def _spare(self) -> None:
-        """From now on what values are held as is a choice."""
+        """Use the choice space in which the layout that a value is held in is a choice too."""
         began = time.perf_counter()
         self.choices = self.task.choice_space(sparing=True)
         self.effort.choices_s += time.perf_counter() - began
@@ -357,8 +358,8 @@ class FixedRatioSearch:
     def _tightened(
         self, builder: ProblemBuilder, limits: dict[int, float], candidate: Candidate, at_least: bool
     ) -> dict[int, float]:
-        """Limits at the ops where a program holds too much; where there was one already, less by what the program holds
-        there and the problem does not count."""
+        """The limits with one at each op where a program holds too much; a limit that was there already is lowered by
+        the bytes that the program holds there and the problem does not count."""
         full = self.maker.full_ops(candidate)
         constraints = MemoryConstraints(builder, at_least=at_least)
         assert candidate.choices is not None
@@ -407,12 +408,12 @@ class FixedRatioSearch:
             seen.append(choices)
 
     def certain_bytes(self) -> float:
-        """What every program holds at least, at any sizes and in any order, as far as is known."""
+        """A lower bound on the bytes that every program holds, at any sizes and in any order."""
         return self.bytes_at(tuple(self.limits))
 
     def bytes_at(self, ops: Sequence[int]) -> float:
-        """What every program on these devices holds at least near some of the given ops, at any sizes and in any
-        order; 0 where there are none, or no limits."""
+        """A lower bound on the bytes that every program on these devices holds near one of `ops`, at any sizes and in
+        any order; 0 without ops or without memory limits."""
         if np.isinf(self.limit) or (ops and self.clock.late()):
             return 0.0
         return certain_bytes(MemoryConstraints(self.builder(None), at_least=True), ops)

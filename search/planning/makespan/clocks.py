@@ -30,7 +30,7 @@ def kinds_of_groups(tasks: TaskGraph, costs: CostModel) -> dict[int, int]:
 
 
 def first_devices(costs: CostModel) -> Ints:
-    """Of each kind its first device [kinds]."""
+    """The first device of each kind [kinds]."""
     return np.unique(costs.kind_of, return_index=True)[1]
 
 
@@ -51,7 +51,7 @@ def busy_seconds(timeline: Timeline, costs: CostModel, *, contention: bool = Fal
 
 
 def clocks(timeline: Timeline, costs: CostModel) -> dict[str, float]:
-    """By name, the seconds that each kind of device computes, and those of all collectives."""
+    """Name of a kind of device, or `collectives` -> the seconds that it is busy."""
     busy, tasks = busy_seconds(timeline, costs), timeline.tasks
     found = {f"compute {kind.name}": busy[k] for k, kind in enumerate(costs.kinds)}
     sent = [k for k, machine in enumerate(tasks.machine) if machine is Machine.LINK]
@@ -59,14 +59,14 @@ def clocks(timeline: Timeline, costs: CostModel) -> dict[str, float]:
 
 
 def least_seconds(builder: ProblemBuilder) -> Floats:
-    """Of each op, at the ratios and under the triples that suit it [ops]."""
+    """The least seconds of each op over its ratios and triples [ops]."""
     costs, triples = builder.costs, builder.structure.triples
     works: dict[object, list[Work]] = {}
     found = [(costs.kind(op), triples[op]) for op in range(len(triples))]
     for op, key in enumerate(found):
         if key not in works:
             works[key] = [costs.work(op, ts) for ts in triples[op]]
-    # Many at once, as one by one they take the most of what a first look at many unlike ops does.
+    # All in one call: one by one they would take most of the time of a first look at many unlike ops.
     seconds = iter(costs.ideal_times(work for mine in works.values() for work in mine))
     least = {key: min(islice(seconds, len(mine))) for key, mine in works.items()}
     return np.array([least[key] for key in found])

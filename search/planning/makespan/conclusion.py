@@ -17,13 +17,13 @@ from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints
 
 _FIRST_ROUNDS = 2
-"""Of weights, which tell how good a program there is at some ratios."""
+"""First rounds, which show how good the programs at some ratios are."""
 _ROUNDS = 2
-"""More, at the ratios of the search by sums."""
+"""Further rounds, at the ratios of the search for the least sum."""
 _TURNS = 5
-"""Of a search at several ratios: each goes on at those with the least bound."""
+"""Turns of a search at several ratios; each continues at those with the least bound."""
 _SEARCHING = 0.8
-"""Of a time budget: programs and bounds are sought in it; in the rest the best are scheduled again."""
+"""The fraction of a time budget for programs and bounds; in the rest the best programs are scheduled again."""
 
 
 def first_look(search: FixedRatioSearch, best: Candidate, ratios: Ratios) -> MakespanSearch | None:

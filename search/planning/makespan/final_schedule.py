@@ -65,7 +65,7 @@ def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped | None:
 
 
 def without_what_is_sent(search: FixedRatioSearch, best: Candidate) -> Overlapped:
-    """As `as_it_is`, where nothing else fits: of what collectives hold while others are computed nothing is counted."""
+    """As `as_it_is`, for when nothing else fits: bytes that collectives hold while devices compute are not counted."""
     found = _timed(best.program, best.sizes, search, runs_on=False)
     assert found is not None
     return found

@@ -47,44 +47,46 @@ from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints
 
 _MORE_ROUNDS = 4
-"""Of weights, after a first look that found nothing so good, though its bound allows better programs."""
+"""Further rounds after a first look whose programs are worse than others', but whose bound allows better ones."""
 _ROUNDS_AGAIN = 3
-"""Of near weights, at ratios that a turn goes on with."""
+"""Rounds at near weights, at ratios with which a turn continues."""
 _ROUNDS_OF_BOUND, _STATES_OF_BOUND = (16, 128), 3_000_000
-"""In the end, for the bound alone: as many rounds as come to so many states of their problems, within these."""
+"""Final rounds for the bound alone: as many as `_STATES_OF_BOUND` allows, summed over the problems' states, within
+these limits."""
 _LEAST_RISE = 0.08
-"""Of the gap: where the bound of a branch may rise by less, the branch is parted."""
+"""A branch whose bound may rise by less than this fraction of the gap is parted."""
 _LEAST_MAY_RISE = 1e-4
-"""Of the bound: what a part counts for at least. Of ways to part a branch that leave one part where it is, that is the
-best in which the other rises the most."""
+"""The least rise that a part is counted with, as a fraction of the bound. So of partings that leave one part's bound as
+it is, the one in which the other part's rises the most is the best."""
 _MOST_IN_VAIN = 5
-"""Rounds that tell nothing new, each halfway from the one before to the best weights, until a branch is parted."""
+"""The number of rounds without news, each halfway from the last to the best weights, after which a branch is parted."""
 _PATIENCE, _LEAST_CLOSED = 40, 0.03
-"""They end when the last so many rounds together closed less than this part of the gap, as far as each counts for all
-branches. The gap of the MLP of examples/ fell from 36 to 21 % in the first 64 rounds, in 14 s, and to 15 % in 480."""
+"""The final rounds end when the last `_PATIENCE` of them closed less than this fraction of the gap, as far as each
+counts for all branches. The gap of the MLP of examples/ fell from 36 to 21 % in the first 64 rounds, in 14 s, and to 15
+% in 480."""
 _MIXTURES = 2
-"""Of the last program with each of the best ones."""
+"""Mixtures of the last program with this many of the best ones."""
 _BASES = 4
-"""Of the programs that limit a bound, those that the others are mixed into."""
+"""The number of bound-limiting programs into which the others are mixed."""
 _LEAST_WEIGHT, _LEAST_BY_LEVEL = 2e-2, 4e-3
 """The least weight of each resource's own chain: with next to no weight all choices on a resource cost alike, and a
 dual cannot tell them apart. The bound loses as much, so the weight is smaller (`_LEAST_BY_LEVEL`) where a dual
 continues from one nearby."""
 _MOST_LEAST = 0.5
-"""Of all own chains together, at most: of many kinds each has less."""
+"""The largest sum of these least weights; with many kinds each is smaller."""
 _STEP, _LONG_STEP = 0.5, 0.8
 """Step from the weights of the best bound towards the limiting weights, as a fraction of the distance; long where the
 bound rose in the last round and no new program limits it more."""
 _LEVEL = 0.5
-"""From the best bound to the most that it may come to: where the next one is sought at near weights."""
+"""The level for near weights: this fraction of the way from the best bound to the most that it can be."""
 PROMISING = 1.08
-"""Times as long as the best program so far: what takes longer with its collectives bundled as they are sent is no
-better in other bundles."""
+"""A program whose makespan, with its collectives bundled as they are sent, exceeds the best by more than this factor is
+no better in other bundles."""
 _LINKED, _LINKS, _LINKED_IN_VAIN = 2, 32, 12
-"""Programs that the best one is linked with, one after the other, and how many between two of them are looked at, in
-all and in a row without a better one."""
+"""The number of programs to which the best one is linked, the number of programs looked at on each path, and how many
+of them in a row may fail to be better."""
 TOLERANCE = 2e-3
-"""Relative: what a search leaves undecided, of bounds and of makespans."""
+"""The relative tolerance of bounds and makespans."""
 _NODES = 5000
 """Of a problem's search: close to the best weights many programs are nearly as good, and to tell them apart takes
 long. With 500 the bound of BERT on `poplar_b` stood still at 583 ms, as what was found was no longer the best at its
@@ -93,8 +95,8 @@ weights, and with these comes to 589."""
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """A program in an order. `chosen`: the program of its choices, which `candidate` may be in fewer collectives;
-    `path`: what makes it as long as it is."""
+    """A scheduled program. `chosen`: the program of its choices; `candidate`: the same, possibly with fewer
+    collectives; `path`: its critical path."""
 
     seen: Seen
     chosen: Candidate
@@ -167,12 +169,12 @@ class MakespanSearch:
 
     @property
     def bound(self) -> float:
-        """Seconds that every program takes at least."""
+        """A lower bound on the makespan, in seconds, of all programs at these ratios."""
         return min(branch.bound for branch in self.branches)
 
     def run(self, rounds: int, cutoff: float = np.inf, near: float = 0.0) -> None:
-        """Search for so many more rounds at most. It ends where the bound exceeds `cutoff` seconds, or the best program
-        takes `near` seconds or less."""
+        """Search for at most `rounds` more rounds. It ends where the bound exceeds `cutoff` seconds, or the best
+        program takes `near` seconds or less."""
         at = self._at
         for _ in range(rounds):
             if at.ended:
@@ -194,7 +196,8 @@ class MakespanSearch:
             at.ended |= self.best is not None and self.best.makespan_s <= at.bound * (1 + TOLERANCE)
 
     def _parts_of_path(self, known: Scheduled) -> Floats:
-        """Of each resource its part of a critical path: weights from which others are soon found."""
+        """Weights from a program's critical path: the fraction of it on each resource. Better ones are soon found from
+        them."""
         tasks, resources = known.timeline.tasks, self.space.resources
         found = np.full(len(self.space.alone), self._least_weight)
         kind_of = kinds_of_groups(tasks, self.costs)
@@ -204,7 +207,7 @@ class MakespanSearch:
         return found / found.sum()
 
     def _best_weights(self) -> Floats:
-        """Of all chains, those at which the bound was found."""
+        """The weights of all chains at which the bound was found."""
         weights = self._at.weights
         return np.pad(weights, (0, len(self.chains) - weights.size))
 
@@ -347,13 +350,14 @@ class MakespanSearch:
         return self.bound - max(self.builder.problem().cost(known.seen.choices) - known.chosen.cost, 0.0)
 
     def joint_bound(self, parts: Floats) -> float:
-        """Seconds that every program takes at least at any ratios, by the chains and weights of the best bound.
-        `parts`: of the weight of streams, each kind's [kinds]."""
+        """A lower bound, in seconds, on all programs at any ratios, by the chains and weights of the best bound.
+        `parts` [kinds]: how the weight of compute streams is split between kinds."""
         ideal = IdealChainCosts(self.search.builder(None), self.space, parts)
         return self._cheapest(ideal, self.chains, self._best_weights()).lower_bound
 
     def _solve(self, weights: Floats, *, last: bool = False) -> None:
-        """The program of the least weighted chains, and the bound that it is. `last`: though no time is left."""
+        """Find the program of the least weighted chain lengths, and the bound that this gives. `last`: even if no time
+        is left."""
         at = self._at
         # A linear program's are of sum 1 within its tolerance, and a mean of chains bounds makespans only at 1.
         weights = weights / weights.sum()
