@@ -1,4 +1,4 @@
-"""The additive problem whose costs are the lengths of chains, weighted: its optimum is a lower bound on the makespan.
+"""The additive problem whose costs are weighted lengths of chains: its optimum is a lower bound on the makespan.
 
 For weights of chains that sum to 1, no program's makespan is below its weighted chain lengths, and these are a sum over
 its choices. The programs are those of a plain builder, whose conversions go the ways that are the cheapest without
@@ -42,7 +42,7 @@ class ChainCosts:
 
     @cached_property
     def op_keys(self) -> list[tuple[Any, ...]]:
-        """Per op, what decides its seconds in a step: equal for ops that are alike."""
+        """Per op, a key that determines its seconds in a step."""
         runs, uniform = self.graph.runs, self.costs.uniform_time
         return [(self.builder.times_key(o.index), runs[o.region], uniform(o.index)) for o in self.graph.ops]
 
@@ -69,13 +69,13 @@ class ChainCosts:
         return seconds
 
     def weighted_op(self, op: int, weights: Row) -> Floats:
-        """Of an op under each of its triples [triples]; `weights`: of its seconds on each kind of device, and on the
-        slowest."""
+        """The weighted seconds of an op under each of its triples [triples]. `weights` [kinds + 1]: for its seconds on
+        each kind of device, and on the slowest."""
         return _times(self.op_seconds[op], weights)
 
     @cached_property
     def sent_after(self) -> SentAfter:
-        """What deferrable ops send after themselves."""
+        """The seconds that deferrable ops send after themselves."""
         return SentAfter(self.space.deferral, self.builder, self._certain_ways)
 
     @cached_property
@@ -96,12 +96,13 @@ class ChainCosts:
         return found
 
     def weighted_deferred(self, op: int, weights: Row) -> Floats:
-        """Of an op under each of its triples and for each layout that its use needs [triples, layouts or 1], as far as
-        it counts where it may be put off; `weights`: of each kind of device, and of each where it precedes the join."""
+        """The weighted `deferred_seconds` of an op [triples, layouts that its use needs or 1]. `weights` [2 kinds]: of
+        each kind of device, then of each where the op precedes the join."""
         return _times(self.deferred_seconds[op], weights)
 
     def weighted_feeds(self, value: int, weights: Floats) -> Floats:
-        """Of putting an argument where each option stores it [options]; `weights`: as of ops."""
+        """The weighted seconds of putting an argument into memory as each option stores it [options]; `weights` as for
+        `weighted_op`."""
         return _times(self.feeds(value), weights)
 
     def on_streams(self, weights: Floats) -> Floats:
@@ -110,7 +111,7 @@ class ChainCosts:
         return weights
 
     def feeds(self, value: int) -> Floats:
-        """Seconds to put an argument where each option stores it [options, kinds + 1]."""
+        """Seconds to put an argument into memory as each option stores it [options, kinds + 1]."""
         return self.builder.once(("kind feeds", value), lambda: self._feeds(value))
 
     def _feeds(self, value: int) -> Floats:
@@ -141,8 +142,8 @@ class ChainCosts:
         return self.builder.once(("least ways", ways), lambda: Conversions(ways.layouts, least))
 
     def along(self, value: int, inside: bool) -> Floats:
-        """Seconds of the cheapest way between layouts, where they count [layouts, layouts, columns]; `inside` as for
-        `least_ways`."""
+        """Seconds of the cheapest conversion between layouts, in the columns of `Resources.counted` [layouts, layouts,
+        columns]; `inside` as for `least_ways`."""
         ways = self.least_ways(value, inside)
         return self.builder.once(("along", ways), lambda: self._counted(ways.seconds))
 
@@ -167,12 +168,13 @@ class ChainCosts:
         return self.builder.once(("chain offers", ways, options, inside, self.certain), make)
 
     def _counted(self, seconds: Floats) -> Floats:
-        """Seconds on the link, where they count [..., columns]; infinite where they are."""
+        """Seconds on the link [...] spread over the columns of `Resources.counted` [..., columns]; infinite ones stay
+        so."""
         finite = np.isfinite(seconds)[..., None]
         return np.where(finite, np.where(finite, seconds[..., None], 0.0) * self.space.resources.counted, np.inf)
 
     def occupancy(self, assignment: Sequence[int]) -> Occupancy:
-        """What an assignment's program takes."""
+        """The `Occupancy` of an assignment's program."""
         st, graph, kinds = self.structure, self.graph, len(self.costs.kinds)
         states, columns = st.listed, self.space.resources.counted.size
         triple = np.array([states[v][0][assignment[v]] for v in st.op_variable], dtype=np.int64)
@@ -207,12 +209,13 @@ class ChainCosts:
 
     @cached_property
     def _op_rows(self) -> tuple[Floats, Ints]:
-        """The seconds of all ops' triples, and where each op's begin."""
+        """Seconds of all ops' triples [rows, kinds + 1], and the row at which each op's begin."""
         return _stacked(self.op_seconds, len(self.costs.kinds) + 1)
 
     @cached_property
     def _offered(self) -> tuple[Floats, Ints]:
-        """Seconds of the shared conversions of all values' options, where they count, and where each value's begin."""
+        """Seconds of the shared conversions of all values' options [rows, columns], and the row at which each value's
+        begin."""
         st = self.structure
         every = [self.offers(value, st.choices[v].options)[0] for value, v in enumerate(st.value_variable)]
         return _stacked(every, self.space.resources.counted.size)
@@ -275,10 +278,10 @@ def _shared(ways: Conversions, least: Conversions, made: int, targets: Sequence[
 
 
 class IdealChainCosts(ChainCosts):
-    """What the choices of a `builder` without ratios come to at least, each instruction at the ratios that suit it.
+    """Lower bounds on the costs of a `builder` without ratios, each instruction at the ratios that suit it.
 
-    A chain is on one device. Of those on all devices the mean is taken, `parts` of it of each kind's: of what is cut,
-    the least in this mean is to leave it all to the kind on which it weighs the least.
+    A chain is on one device. Its length is averaged over all devices, `parts` [kinds] being the weight of each kind's.
+    The mean of a cut instruction is least where all of it is left to the kind on which it weighs the least.
     """
 
     def __init__(self, builder: ProblemBuilder, space: ChainSpace, parts: Floats) -> None:

@@ -1,4 +1,4 @@
-"""Lower bounds on the makespan of every program that a choice space has, each linear in what its choices cost.
+"""Lower bounds on the makespan of every program of a choice space, each linear in the costs of its choices.
 
 A chain is a sequence of sets of instructions, each on one resource: the compute stream of a device, or the link. Every
 instruction of a set waits for all of the set before it, so the seconds of all sets add up, in whatever order a program
@@ -38,14 +38,14 @@ SENT = 0
 """The column of seconds on the link; columns 1.. are the kinds' compute streams, as in `Resources.counted`."""
 _LINK, _STREAM, _LAST_ON_STREAM, _BEFORE_JOIN = range(4)
 _LONGEST = 32
-"""Ops, and conversions, of a program, by which ops are classes of which one is a cut: by twice or eight times as many
-no chain of BERT with 12 layers is longer."""
+"""The number of a program's longest ops, and of its longest conversions, by whose order ops are put into classes with
+one possible cut each. Two or eight times as many make no chain of BERT with 12 layers longer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Resources:
-    """`slowdowns`: of each kind of device, how many times as long it computes beside a collective; each has a compute
-    stream, that of one device. A resource's number is a kind's, then the link's."""
+    """`slowdowns`: per kind of device, the factor by which a concurrent collective lengthens computing. Resource k is
+    the compute stream of one device of kind k; the last resource is the link."""
 
     slowdowns: tuple[float, ...]
 
@@ -66,14 +66,15 @@ class Resources:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """`places`: of `Occupancy.flat`, the seconds that count in it. `alone`: the resource of a chain of one set."""
+    """`places`: the indices into `Occupancy.flat` whose seconds add up to its length. `alone`: the resource of a chain
+    of one set."""
 
     key: tuple[object, ...]
     places: Ints
     alone: int | None = None
 
     def length(self, taken: Occupancy) -> float:
-        """Seconds that a program takes at least."""
+        """A lower bound on a program's seconds: the length of this chain in it."""
         return float(taken.flat[self.places].sum())
 
 
@@ -100,13 +101,13 @@ class Occupancy:
 
     @classmethod
     def mean(cls, taken: Sequence[tuple[Occupancy, float]]) -> Occupancy:
-        """Of several programs, each with its share; these sum to 1."""
+        """The mean over several programs, weighted; the weights sum to 1."""
         each = ([share * getattr(one, f.name) for one, share in taken] for f in fields(cls))
         return cls(*(np.sum(x, axis=0) for x in each))
 
     @cached_property
     def flat(self) -> Floats:
-        """All of it, field after field."""
+        """All fields, one after the other."""
         return np.concatenate([getattr(self, f.name).ravel() for f in fields(self)])
 
 
@@ -114,7 +115,7 @@ class ChainSpace:
     """The chains of a choice space's graph on some resources."""
 
     def __init__(self, structure: ChoiceSpace, resources: Resources, seconds: Floats) -> None:
-        """`seconds`: about what each op takes."""
+        """`seconds` [ops]: roughly the seconds of each op."""
         graph = self.graph = structure.graph
         self._seconds = seconds
         self.structure, self.resources = structure, resources
@@ -141,7 +142,7 @@ class ChainSpace:
 
     @cached_property
     def alone(self) -> tuple[Chain, ...]:
-        """The chain of each resource with all that it does."""
+        """Per resource, the chain of the one set of all that it does."""
         return tuple(self._alone(r) for r in range(self.resources.kinds + 1))
 
     def _alone(self, resource: int) -> Chain:
@@ -184,19 +185,19 @@ class ChainSpace:
         raise KeyError(field)
 
     def by_field(self, flat: Floats) -> dict[str, Floats]:
-        """The fields of what is laid out as `Occupancy.flat`."""
+        """The fields of an array that is laid out as `Occupancy.flat`."""
         ends = np.cumsum([rows * width for rows, width in self._shapes.values()])
         each = np.split(flat, ends[:-1])
         return {name: x.reshape(shape) for (name, shape), x in zip(self._shapes.items(), each, strict=True)}
 
     def in_each_place(self, ops: Ints, uses: Ints, values: Ints, fed: int) -> Ints:
-        """A number for each place of `Occupancy.flat`: that of its op, use or value, or `fed`."""
+        """For each entry of `Occupancy.flat`, the given number of its op, use or value, or `fed`."""
         of = {"ops": ops, "deferred": ops, "uses": uses, "shared": uses, "values": values, "ends": values}
         of["fed"] = np.array([fed])
         return np.concatenate([np.repeat(of[name], width) for name, (_, width) in self._shapes.items()])
 
     def _column(self, resource: int) -> int:
-        """Where what is sent counts."""
+        """The column in which conversions count on a resource."""
         return SENT if resource == self.resources.link else 1 + resource
 
     def chain(self, cuts: Sequence[int], resources: Sequence[int], taken: Occupancy | None = None) -> Chain:
@@ -266,7 +267,8 @@ class ChainSpace:
         return ops[possible].tolist()
 
     def _slowing(self, resources: Sequence[int]) -> int | None:
-        """The column in which everything counts that is not in a set on the link; None where there is none."""
+        """The column of the one compute stream among `resources`, in which conversions outside of sets on the link
+        count; None if there is no or more than one stream."""
         streams = {*resources} - {self.resources.link}
         return self._column(*streams) if len(streams) == 1 else None
 

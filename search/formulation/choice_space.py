@@ -1,4 +1,4 @@
-"""What a plan may choose: which triples every op takes, and which conversions of every value are shared.
+"""The choices of a plan: the triple of every op, and the conversions of every value that its uses share.
 
 Variables: one per source value (how it is stored, which conversions are made once for all its uses), one per op
 (its triples, and the same for its result). An op of several results has a variable of its own and one per result, as
@@ -7,7 +7,7 @@ Edges: a use costs nothing where the layout it needs is among the producer's ten
 conversion; carried outputs must be brought to the layout in which their input is stored. So every assignment that is
 not contradictory is a program.
 
-What may be chosen does not depend on ratios, and is the same for ops that are alike: layers share it.
+The choices do not depend on ratios. Equal ops, as of equal layers, share them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _T = TypeVar("_T")
 Allowed = Callable[[int, int], bool]
 """Whether (value, dimension) may be cut: baselines restrict it."""
 Owners = Mapping[int, tuple[int, ...]]
-"""Op -> the positions along the mesh axis of which each may run it alone, for all."""
+"""Op -> the positions along the mesh axis of the devices that may own it: run it alone, for all."""
 Convertible = Callable[[int, Placement, Placement], bool]
 """Whether a value may be converted by a step between two placements along one axis."""
 
 
 class Interned(tuple[_T, ...]):
-    """A tuple that a choice space has once for all that share it (`ChoiceSpace.once`): equal to itself alone, so that
-    it is as quick a key as an integer, however much it holds."""
+    """A tuple made once per choice space and shared (`ChoiceSpace.once`). It equals itself alone, so it is as quick a
+    key as an integer, however long it is."""
 
     __hash__ = object.__hash__
 
@@ -61,7 +61,7 @@ as the number of sets doubles with each, only sets of at most `_TOGETHER`."""
 
 
 def cuts_together(count: int) -> int:
-    """In how many of some cuts at once a value is offered to be, made once for all its uses."""
+    """The largest number of its `count` further cuts in which a value may exist at once, for all its uses."""
     return count if count <= _CUTS else _TOGETHER
 
 
@@ -148,7 +148,7 @@ class Restriction:
 
 @dataclass(frozen=True, eq=False)
 class RequiredLayouts:
-    """The layouts that a variable's states ask of a value: `groups` indexes `layouts` per state."""
+    """The layouts that a variable's states require of a value. `groups` [states]: indices into `layouts`."""
 
     layouts: tuple[Layout, ...]
     groups: Ints
@@ -225,13 +225,13 @@ class ChoiceSpace:
         return self.once((every, *kept), lambda: Interned(t for t, keep in zip(every, kept, strict=True) if keep))
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:
-        """What `make` gave for a key, made at most once: like ops share it."""
+        """The result of `make` for a key, computed once; equal ops share it."""
         if key not in self._interned:
             self._interned[key] = make()
         return self._interned[key]
 
     def _layout_sets(self) -> list[LayoutSet]:
-        """Per value, the layouts that some use asks for, or that its op makes, and what lies between."""
+        """Per value, the layouts that its uses require or its op makes, and those on conversion paths between them."""
         graph = self.graph
         touched = [_Touched.by(()) for _ in graph.values]
         for op in graph.ops:
@@ -322,7 +322,7 @@ class ChoiceSpace:
         return first if first is not None and self.value_variable[first] == self.op_variable[op] else None
 
     def _made_options(self, value: int, triples: Interned[Triples], position: int) -> Interned[AvailableLayouts]:
-        """What can be available of a result with a variable of its own."""
+        """The availability options of a result that has a variable of its own."""
 
         def make() -> Interned[AvailableLayouts]:
             computed = dict.fromkeys(tuple(t.results[position] for t in ts) for ts in triples)

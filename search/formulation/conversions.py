@@ -28,7 +28,7 @@ from hapsynth.search.cost.model import Floats
 Hop = tuple[int, int, int]
 """(layout before, layout after, mesh axis) of a single step; layouts by number."""
 _AT_ONCE = 64
-"""Layouts, to which ways are looked for."""
+"""The number of target layouts for which paths are sought at once."""
 
 
 class LayoutSet:
@@ -46,16 +46,16 @@ class LayoutSet:
         self.dims = tuple(dims)
         every = [(d, way) for d, count in zip(self.dims, ways or [1] * len(self.dims)) for way in range(count)]
         self.shards = tuple(S(d)._replace(way=way) if way else S(d) for d, way in every)
-        """How one axis alone may cut it."""
+        """The placements in which one axis cuts a value."""
         self.owned = tuple(map(O, owners))
-        """How one position may have all of it."""
+        """The placements in which one position owns a value."""
         placements: list[Placement] = [R, *self.shards, *self.owned, *(P(r) for r in reductions)]
         self.layouts: tuple[Layout, ...] = tuple(
             layout for chosen in product(placements, repeat=axes) for layout in _orders(chosen) if is_consistent(layout)
         )
         self.number = {layout: i for i, layout in enumerate(self.layouts)}
         self.storable = tuple(layout for layout in self.layouts if not is_partial(layout))
-        """How a value can be given and left."""
+        """The layouts in which inputs and outputs may be stored: those that are not partial."""
         self.cuts: tuple[tuple[int, tuple[int, ...], int], ...] = tuple(
             (d, by, way)
             for d, way in every
@@ -213,11 +213,11 @@ class Conversions:
 
     @cached_property
     def _rows(self) -> tuple[list[list[float]], list[list[int]], list[list[int]]]:
-        """As lists, for what looks at one entry after another."""
+        """The tables as lists, which are faster to read entry by entry."""
         return self.seconds.tolist(), self.steps.tolist(), self._next.tolist()
 
     def nearest(self, sources: Iterable[Layout], target: Layout) -> Layout:
-        """Of several layouts the one from which another is reached at the least cost, in the fewest steps."""
+        """The source layout from which `target` is reached at the least cost, then in the fewest steps."""
         number = self.layouts.number
         return self.layouts.layouts[self._nearest([number[s] for s in sources], number[target])]
 

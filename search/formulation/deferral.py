@@ -113,8 +113,8 @@ class Deferral:
 
 
 class SentAfter:
-    """What deferrable ops send after themselves, as the choices of a plain `builder` come to. `least_ways`: of a value,
-    the ways between its layouts that take the least."""
+    """Seconds that deferrable ops send after themselves under the choices of a plain `builder`. `least_ways`: value ->
+    the cheapest conversions between its layouts."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ def schedule(graph: Graph, steps: Sequence[Step], widening: Sequence[bool], *, s
 
 
 class _Node(NamedTuple):
-    """What a region's order deals with: one step, or all steps of a region inside it."""
+    """A unit of a region's order: one step, or all steps of a region inside it."""
 
     steps: tuple[int, ...]
     needs: tuple[int, ...]

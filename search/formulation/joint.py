@@ -32,14 +32,14 @@ class Part:
 
 
 class _Scaled:
-    """Weighs the costs of one problem; what is one array stays one."""
+    """Multiplies the costs of one problem by a weight; shared arrays stay shared."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self._made: dict[int, Floats] = {}
 
     def __call__(self, costs: Floats, number: int) -> Floats:
-        """`number`: of the array (`Problem.shared`)."""
+        """The weighted costs. `number`: the number of this array (`Problem.shared`)."""
         if self.weight == 1.0:
             return costs
         if number not in self._made:
@@ -48,7 +48,7 @@ class _Scaled:
 
 
 class Together:
-    """The problem of some parts. Its optimum is the least weighed sum of their costs."""
+    """The joint problem of several functions. Its optimum is the least weighted sum of their costs."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
@@ -66,7 +66,7 @@ class Together:
                 for e, (_, _, table) in zip(problem.edges, shared.edges, strict=True)
             ]
         self._lead: dict[int, int] = {}
-        """Array -> the first part that it is given to."""
+        """Array -> the first part that takes it."""
         for p, part in enumerate(parts):
             for array in part.kept:
                 if self._lead.setdefault(array, p) != p:
@@ -74,7 +74,7 @@ class Together:
         self.problem = Problem(tuple(unary), tuple(edges))
 
     def _tie(self, array: int, one: int, two: int) -> Edge:
-        """The array lies in one way."""
+        """An edge that forces two parts to store an array in one layout."""
         a, b = (self.parts[p].choices(array) for p in (one, two))
         if (key := (a, b)) not in self._made:
             number: dict[Layout, int] = {}
@@ -88,7 +88,7 @@ class Together:
         return np.concatenate([np.array(p.builder.structure.replicated()) for p in self.parts])
 
     def layouts(self, assignment: Ints) -> dict[int, Layout]:
-        """How the arrays lie."""
+        """Array -> its layout under an assignment."""
         found: dict[int, Layout] = {}
         for array, p in self._lead.items():
             state = int(assignment[self._first[p] + self.parts[p].variable(array)])

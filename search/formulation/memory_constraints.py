@@ -91,7 +91,7 @@ class MemoryConstraints:
 
     @property
     def sums(self) -> int:
-        """How many sums are limited at each op."""
+        """The number of sums of bytes that are limited at each op."""
         return self._counted(1.0).size
 
     def _counted(self, held: float | Floats) -> Floats:
@@ -124,7 +124,7 @@ class MemoryConstraints:
                 added += 1
 
     def least_at(self, op: int) -> float:
-        """Bytes that a device holds at least while an op runs, whatever is chosen."""
+        """A lower bound on the bytes that a device holds while an op runs, over all choices."""
         st, alive = self.structure, self._alive(op)
         least = [self._held(v, False).min(axis=1).tolist() for v in (*alive.live_through, *alive.read)]
         if op < len(self.graph.ops):
@@ -132,8 +132,8 @@ class MemoryConstraints:
         return max(math.fsum(held[k] for held in least) for k in range(self.sums))
 
     def fullest_near(self, op: int) -> int:
-        """Of an op and those that take what it makes, the one at which most is held whatever the order: one that waits
-        for little may run at another time."""
+        """The op with the largest `least_at` among `op` and the readers of its results: an op that waits for little may
+        run at another time."""
         near = [op]
         for _ in range(_TAKERS if self.graph.ops else 0):
             takers = [o for v in self.graph.ops[near[-1]].results for o, _ in self.graph.uses[v]]
@@ -151,8 +151,8 @@ class MemoryConstraints:
         return np.array(full, dtype=np.int64)
 
     def _read_bytes(self, value: int, alive: LiveSet, variable: int) -> tuple[Floats, list[Edge]]:
-        """Bytes of an operand that an op finds, for every kind of option and layout needed, and what ties them to both:
-        options of one kind hold as much whatever is needed."""
+        """Bytes of an operand while an op reads it [sums, kinds of options x required layouts], and the edges that tie
+        `variable` to the value's and the op's variables. Options of one kind hold equal bytes for each layout."""
         st = self.structure
         made = st.choices[st.value_variable[value]]
         needs = self._needs(value, alive.op)
@@ -185,7 +185,7 @@ class MemoryConstraints:
         if known is None:
             return None
         nbytes, kinds, ties = known
-        # What is alike is one array, by which the solver knows it.
+        # Equal tables are one array, so that the solver can share what it derives from them.
         kind = self.builder.once((*key, made), lambda: kinds[made.option])
         others = [(st.value_variable[value], kind), (st.op_variable[after], second.groups)]
         if before is not None and first is not None:
@@ -236,8 +236,8 @@ class MemoryConstraints:
         return np.stack(nbytes, axis=1), np.array(of), ties
 
     def _least_until(self, value: int, option: AvailableLayouts, needed: Layout) -> Floats:
-        """Bytes that are held of a value at least until an op needs it in a layout: of one of its tensors, or of what a
-        local step made of one if that layout follows from it."""
+        """A lower bound on the bytes of a value that are held until an op needs it in a layout [sums]: those of the
+        smallest tensor that is this layout or from which local steps make it."""
         known, tensors = self.structure.layouts[value], self.builder.offer(value, option).tensors
         follows = lambda t: t in tensors or known.free[known.number[t], known.number[needed]]
         return np.min([self.tensor_bytes(value, t) for t in self._tensors(value, option) if follows(t)], axis=0)
@@ -246,15 +246,17 @@ class MemoryConstraints:
         return self.structure.needs(op, next(i for i, v in self.graph.ops[op].value_operands if v == value))
 
     def _ties(self, ends: Sequence[tuple[int, Ints, int]], variable: int) -> list[Edge]:
-        """What makes a variable say the groups of others' states, (variable, groups, how many), in row-major order."""
+        """Edges that tie a variable to `ends`, each (variable, group of each of its states, number of groups): its
+        states are the combinations of their groups, in row-major order."""
         counts = tuple(count for *_, count in ends)
         rows = self.builder.once(("rows", counts), lambda: tuple(np.indices(counts).reshape(len(counts), -1)))
         match = lambda n: self.builder.once(("match", n), lambda: _forbidding(~np.eye(n, dtype=bool)))
         return [Edge(u, variable, groups, rows[k], match(count)) for k, (u, groups, count) in enumerate(ends)]
 
     def _held(self, value: int, used: bool) -> Floats:
-        """Bytes of a value that a device holds under each of its options: of its smallest tensor or, as is likely, of a
-        source's first one. Where it is `used` before and after: of all that are shared, but a partial one."""
+        """Bytes of a value that a device holds under each of its options [sums, options]: those of its smallest tensor
+        or, unless `at_least`, of a source's first one. If it is `used` before and after: of all its shared tensors but
+        partial ones."""
         choices = self.structure.choices[self.structure.value_variable[value]]
         ways = self.builder.conversions(value)
         source = not self.at_least and value not in self.graph.producer
@@ -275,8 +277,8 @@ class MemoryConstraints:
         return self.builder.once(("held", ways, choices.options, source, used, needed), make)
 
     def _tensors(self, value: int, option: AvailableLayouts) -> tuple[Layout, ...]:
-        """The layouts that a value is held in under an option. At least: in those too that some op needs and a local
-        step makes, as a slice that the rest is freed after."""
+        """The layouts in which a value may be held under an option. With `at_least` these include layouts that some op
+        needs and that local steps make, such as a slice after which the rest is freed."""
         tensors = self.builder.offer(value, option).tensors
         if not self.at_least:
             return tensors
@@ -286,7 +288,7 @@ class MemoryConstraints:
 
     @cached_property
     def _needed(self) -> Sequence[tuple[Layout, ...]]:
-        """Of each value the layouts that its uses ask for."""
+        """The layouts that the uses of each value require."""
         found: list[dict[Layout, None]] = [{} for _ in self.graph.values]
         for use in self.structure.uses:
             found[use.value].update(dict.fromkeys(use.needs.layouts))
@@ -303,7 +305,7 @@ class MemoryConstraints:
         return held[:, choices.triple]
 
     def tensor_bytes(self, value: int, layout: Layout) -> Floats:
-        """What one tensor counts in each sum [sums]."""
+        """The bytes of one tensor in each sum [sums]."""
         held = held_fraction(layout, lambda *cut: self.builder.held(value, *cut))
         return self.graph.values[value].nbytes * self._counted(held)
 

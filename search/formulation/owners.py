@@ -67,15 +67,15 @@ def owners(costs: CostModel, weights: Floats | None = None, *, sparing: bool = F
 
 @dataclass(eq=False)
 class _Offer:
-    """Updates that may have an owner, op by op, and the seconds that they gain. `parts`: of a latency that they are
-    counted."""
+    """Ops that may have an owner -> its position, and the seconds that each group gains. `parts`: the fraction of a
+    latency with which each group is counted."""
 
     positions: dict[int, int] = field(default_factory=dict[int, int])
     gains: list[float] = field(default_factory=list[float])
     parts: list[float] = field(default_factory=list[float])
 
     def add(self, group: UpdateGroup, position: int, gain: float, part: float) -> bool:
-        """Where it gains something."""
+        """Add a group of ops if it gains anything; returns whether it does."""
         if gain > 0:
             self.positions |= dict.fromkeys(group.ops, position)
             self.gains.append(gain)
@@ -83,7 +83,8 @@ class _Offer:
         return gain > 0
 
     def gain(self, costs: CostModel) -> float:
-        """Of all: they share a latency among themselves, and no longer with the others that went with them."""
+        """The seconds gained in all. The groups share a latency with each other, and no longer with the collectives
+        that they were bundled with."""
         link = costs.links[_AXIS]
         alone = max(0.0, 1.0 - sum(self.parts)) * (link.seconds("reduce", 0.0) + link.seconds("broadcast", 0.0))
         return sum(self.gains) - alone
@@ -91,9 +92,10 @@ class _Offer:
 
 @dataclass(frozen=True, eq=False)
 class _Update:
-    """What a part of an optimizer's update takes. `fastest`: the position that runs all of it the soonest; `gain`:
-    seconds that it takes less there than cut, and than by all. `spared`: at each position, those less than cut as
-    devices have room. `nbytes`: of what it keeps; `part`: of a latency that its collectives are counted."""
+    """The costs of a part of an optimizer's update with an owner. `fastest`: the position that runs all of it the
+    soonest; `gain`: the seconds that this saves over the cheaper of cut and replicated. `spared` [positions]: the
+    seconds saved over cuts in proportion to memory. `nbytes`: of the state that it keeps; `part`: the fraction of a
+    latency with which its collectives are counted."""
 
     fastest: int
     gain: float
@@ -103,7 +105,7 @@ class _Update:
 
 
 def _least_step(costs: CostModel) -> float:
-    """Seconds that a graph's ops take at least, however devices share them."""
+    """A lower bound on the seconds of a graph's ops, however devices share them."""
     graph, runs, works = costs.graph, dict[int, float](), list[Work]()
     for op in graph.ops:
         kind = costs.kind(op.index)
@@ -115,7 +117,7 @@ def _least_step(costs: CostModel) -> float:
 
 
 def _kind(costs: CostModel, group: UpdateGroup) -> object:
-    """Equal for those that take as long."""
+    """A key that is equal for groups with equal costs."""
     values = costs.graph.values
     ends = (*group.gradients, *group.parameters)
     sent = [(values[v].shape, values[v].nbytes, costs.conversion_kind(v)) for v in ends]

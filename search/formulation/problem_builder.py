@@ -48,13 +48,13 @@ class ProblemBuilder:
     """The problem of a structure on one cluster at given ratios; `ratios` None gives the joint bound's, with every
     instruction at its own ideal ratio.
 
-    What is alike in all that decides its costs is made once, and shared in the problem as the same array.
+    Costs that are determined by equal inputs are computed once, and are the same array in the problem.
     """
 
     def __init__(self, structure: ChoiceSpace, costs: CostModel, ratios: Ratios | None) -> None:
         self.structure, self.costs, self.ratios = structure, costs, ratios
         self.graph, self.table = structure.graph, structure.table
-        # Which ops are launched tells which are alike.
+        # Equality of ops depends on which of them are launched as kernels.
         key = ("kinds", costs.figures.outputs)
         self.kinds = structure.once(key, lambda: EquivalenceClasses(structure, costs))
         self._made: dict[object, Any] = {}
@@ -63,14 +63,14 @@ class ProblemBuilder:
         self._use_tables: dict[tuple[Conversions, Interned[AvailableLayouts], RequiredLayouts, float], Floats] = {}
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:
-        """What `make` gave for a key, made at most once: what is alike shares it."""
+        """The result of `make` for a key, computed once and shared."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     @cached_property
     def _roles(self) -> Sequence[int]:
-        """Per value, a number: how values of one kind and one of these are cut is the same."""
+        """Per value, a number; values of one kind with equal numbers are cut equally."""
         return [0] * len(self.graph.values) if self.ratios is None else self.ratios.roles
 
     def problem(self) -> Problem:
@@ -122,7 +122,7 @@ class ProblemBuilder:
         return self.once(("conversions", layouts, self._profile(value)), lambda: Conversions(layouts, time))
 
     def _end(self, value: int, layout: Layout, axis: int) -> object:
-        """What steps along an axis to or from a layout depend on: of many layouts it is the same."""
+        """A key that determines the costs of steps along an axis to or from a layout; many layouts share one."""
         whole = lambda cut: cut[1] if self.ratios is None else self.ratios.of(value, *cut)
         held = {cut[0]: whole(cut) for cut in cuts_of(layout)}
         along = layout[axis]
@@ -153,13 +153,13 @@ class ProblemBuilder:
         return self.once(("step", self.conversions(value), source, target, axis), make)
 
     def _step_times(self, value: int, source: Layout, target: Layout, axis: int) -> list[float]:
-        """Of each step that does it; infinite for one that may not."""
+        """Seconds of each step that makes this conversion; infinite for one that is not allowed."""
         shares = Shares(partial(self.largest, value), partial(self._shares_of_all, value))
         cost = lambda step: self.costs.conversion(value, source, target, axis, shares, step)[0]
         return [cost(s) if self._allows(value, s) else np.inf for s in self.costs.steps(source, target, axis)]
 
     def least_step_time(self, value: int, source: Layout, target: Layout, axis: int) -> float:
-        """Seconds that one conversion step adds at least to those that go with it."""
+        """A lower bound on the seconds that one conversion step adds to a bundle that it is in."""
         number = self.structure.layouts[value].number
         alone = self.conversions(value).single[number[source], number[target]]
         if not np.isfinite(alone):
@@ -190,8 +190,8 @@ class ProblemBuilder:
         return self.ratios.largest[self.ratios.of(value, dim, axes, way)]
 
     def held(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float | Floats:
-        """The fraction of a dimension that each device holds or, padded or at the best ratios, all alike, where nobody
-        owns it."""
+        """The fraction of a dimension that each device holds; one number for all, unless it has an owner, if shards are
+        padded or the ratios are ideal."""
         if not self.costs.room.exact:
             return self.largest(value, dim, axes, way)
         if self.ratios is None:
@@ -200,7 +200,7 @@ class ProblemBuilder:
         return self.ratios.devices[self.ratios.of(value, dim, axes, way)]
 
     def _profile(self, value: int) -> object:
-        """What decides the costs of a value's conversions, and of holding it."""
+        """A key that determines the costs of a value's conversions, and of holding it."""
         ratios, restriction = self.ratios, self.structure.restriction
         cuts = self.structure.layouts[value].cuts
         vectors = () if ratios is None else tuple(ratios.of(value, *cut) for cut in cuts)
@@ -230,12 +230,12 @@ class ProblemBuilder:
         return [self._times[key] for key in keys]
 
     def times_key(self, op: int) -> _TimesKey:
-        """What decides an op's seconds: its kind, its triples, and the vectors of what they cut."""
+        """A key that determines an op's seconds: its kind, its triples, and the ratio vectors of the cut dimensions."""
         vectors = self.once(("vectors", self._op_key(op)), lambda: self._vectors(op))
         return self.costs.kind(op), self.structure.triples[op], vectors
 
     def _op_key(self, op: int) -> tuple[int, ...]:
-        """Equal for ops that are alike, and cut alike."""
+        """A key that is equal for equal ops that are cut equally."""
         return self.kinds.ops[op], *map(self._roles.__getitem__, self.kinds.tensors[op])
 
     def _vectors(self, op: int) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ class ProblemBuilder:
         return self.structure.once(("cuts", factors, triples), lambda: _Cuts(self.graph, op, factors, triples))
 
     def _find_times(self, missing: Mapping[_TimesKey, int]) -> None:
-        """Those of all ops at once, as arrays; equal works at equal ratios once."""
+        """Compute the missing seconds of all ops at once, as arrays; equal works at equal ratios once."""
         number: dict[tuple[Work, tuple[int, ...]], int] = {}
         places: list[list[int]] = []
         for (_, _, vectors), op in missing.items():
@@ -266,7 +266,7 @@ class ProblemBuilder:
         self._times.update({key: seconds[at] for key, at in zip(missing, places, strict=True)})
 
     def _seconds_of(self, works: Sequence[tuple[Work, tuple[int, ...]]]) -> Floats:
-        """Of works, each at the vectors of what it cuts."""
+        """Seconds of works, each at the ratio vectors of its cut dimensions."""
         if self.ratios is None:
             return np.array(self.costs.ideal_times(work for work, _ in works))
         devices = self.ratios.devices
@@ -333,7 +333,7 @@ class ProblemBuilder:
         return self.once(key, make)
 
     def _kept_key(self, value: int, plain: frozenset[int]) -> tuple[Any, ...]:
-        """What decides it: the options, the conversions, how often these run, and where an output ends."""
+        """A key that determines `_kept`: the options, the conversions, their runs, and where an output ends."""
         options = self.structure.choices[self.structure.value_variable[value]].options
         ends = self.ends(value) if value in plain else []
         return "kept", options, self.conversions(value), self.graph.runs[self.graph.home[value]], *ends
@@ -406,7 +406,7 @@ class ProblemBuilder:
 
 
 class _Cuts:
-    """What the triples of ops that are alike cut."""
+    """The cuts of the triples of equal ops."""
 
     def __init__(self, graph: Graph, op: int, factors: Factors, every: Sequence[Triples]) -> None:
         self.groups: list[tuple[int, ...]] = []
@@ -432,7 +432,8 @@ class _Cuts:
 
 
 class EquivalenceClasses:
-    """Of one structure, with any cost model of its graph."""
+    """The equivalence classes of values, ops and uses of one choice space; they hold for any cost model of its
+    graph."""
 
     def __init__(self, structure: ChoiceSpace, costs: CostModel) -> None:
         graph, restriction = structure.graph, structure.restriction
@@ -442,12 +443,12 @@ class EquivalenceClasses:
             number.setdefault((kind, role(v), costs.conversion_kind(v)), len(number))
             for v, kind in enumerate(structure.value_kinds)
         ]
-        """Values of one kind are converted alike."""
+        """[values]: values with equal numbers have equal conversions."""
         number = {}
         self.ops: list[int] = []
-        """Ops of one kind take as long under each of the same states, what they make is converted alike."""
+        """[ops]: ops with equal numbers have the same states with equal seconds, and results with equal conversions."""
         self.tensors: list[tuple[int, ...]] = []
-        """Per op, the values that it takes and makes: those of ops of one kind correspond."""
+        """Per op, its operands and results; those of ops with equal numbers correspond by position."""
         for op in graph.ops:
             choices, runs = structure.choices[structure.op_variable[op.index]], graph.runs[op.region]
             key = costs.kind(op.index), structure.triples[op.index], choices, runs, op.index in graph.unsure

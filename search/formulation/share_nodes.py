@@ -160,7 +160,7 @@ class ShareNodes:
         return float(middle[at]), float(less[at])
 
     def halfway(self, k: int) -> list[float]:
-        """Shares in the middle between a node and those beside it; before the first one, none at all."""
+        """The shares halfway between node `k` and its neighbours; for the first node also 0."""
         first = [0.0] if k == 0 else []
         return [*first, *(sum(pair) / 2 for pair in pairwise(self.shares[max(k - 1, 0) : k + 2]))]
 
@@ -185,7 +185,7 @@ class ShareNodes:
         return found * _SAFETY
 
     def _raised(self, found: Floats, most: Floats, between: Sequence[tuple[Floats, Floats]]) -> Floats:
-        """As far as may be, between what lies below and the most."""
+        """`found` with each node raised in turn as far as `most` and the cells allow."""
         found, order = found.copy(), np.argsort(most, axis=1, kind="stable")
         for rank, k in np.ndindex(order.shape[1], order.shape[1]):
             rows = np.flatnonzero(order[:, rank] == k)

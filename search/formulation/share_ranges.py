@@ -174,7 +174,7 @@ class RangeBuilder(BuilderOfWays):
         return self.once(("conversions", layouts, self._profile(value)), make)
 
     def _moves(self, value: int, layouts: LayoutSet) -> dict[tuple[int, int], float]:
-        """Seconds, at least, from one range of a dimension to another."""
+        """(source, target layout) -> a lower bound on the seconds from one range of a dimension to another."""
         found, nbytes = dict[tuple[int, int], float](), float(self.graph.values[value].nbytes)
         # The share of all fast devices together changes by the third gap, and that of the slow ones likewise: in the
         # smaller group some device gains, or loses, at least an even part of it.
@@ -190,8 +190,8 @@ class RangeBuilder(BuilderOfWays):
         return found
 
     def _least_evened(self, value: int, dim: int, way: int, even: float) -> float:
-        """Seconds, at least, of what changes its owner from a dimension's shares to even ones, or back. At nodes it may
-        be less than nothing, as an even share may be no whole number of rows."""
+        """A lower bound on the seconds to move rows from a dimension's shares to even ones, or back. At nodes it may be
+        negative, as an even share may be no whole number of rows."""
         link, nbytes = self.costs.links[0], float(self.graph.values[value].nbytes)
         found = MOVES.least(link, nbytes, self.largest(value, dim, (), way) - even)
         # Unless all shares that may be rounded there move rows, there may be no message.
@@ -199,7 +199,8 @@ class RangeBuilder(BuilderOfWays):
         return found if moves else found - MOVES.least(link, nbytes, 0.0)
 
     def _step_times(self, value: int, source: Layout, target: Layout, axis: int) -> list[float]:
-        """Of each step, at the least that the shares may be. What changes a range is counted apart."""
+        """A lower bound on the seconds of each step, over the shares in the ranges. Moves between ranges are not
+        counted here."""
         every = [(dim, way) for layout in (source, target) for dim, _, way in cuts_of(layout)]
         steps = self.costs.steps(source, target, axis)
         ends = [self.ranges.of(value, *cut) for cut in every]
@@ -221,8 +222,8 @@ class RangeBuilder(BuilderOfWays):
         return found
 
     def _largest_sent(self, value: int, dim: int, way: int, dims: Sequence[int]) -> float:
-        """The largest share of a dimension as collectives count it that cut all of `dims`. Where what they take is no
-        straight line in it between nodes: the least of all that may be rounded to it."""
+        """The largest share of a dimension in the cost of collectives on a value that is cut along all of `dims`. Where
+        the cost is not linear in it between nodes: the least share that may be rounded to the node."""
         roots = {self.ranges.root(value, d) for d in dims}
         if len(roots) == len(dims) and not self.costs.links[0].curves:
             return self.largest(value, dim, (), way)

@@ -34,7 +34,7 @@ class ChoicesInWays(ChoiceSpace):
         )
 
     def _triples(self, op: int) -> Interned[Triples]:
-        """Each in every way in which what it cuts may be cut."""
+        """An op's triples, each in every way in which its cut dimensions may be cut."""
         every, factors = super()._triples(op), self.table[op]
         counts: list[int] = []
         for triples in every:
