@@ -1,4 +1,4 @@
-"""What the sizes of a program's dimension classes decide: the times of its ops and collectives, as arrays."""
+"""The times of a program's ops and collectives as functions of the sizes of its dimension classes, as arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hapsynth.search.memory.profile import joined_shares, largest_of
 from hapsynth.search.solver import Ints
 
 LargestOf = Callable[[Cut], float | Floats]
-"""The largest share of a cut, or several, for as many trials."""
+"""Cut -> its largest share, or one per trial [trials]."""
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class CommTerm:
     curved: dict[Curve | Lines, dict[float, float]] = field(default_factory=dict)
 
     def at(self, largest: LargestOf) -> Floats:
-        """Seconds, without the latencies of what is in proportion."""
+        """Seconds, without the latencies of the proportional costs."""
         share = self.share(largest)
         seconds = self.seconds * share
         for curve, runs in self.curved.items():
@@ -48,13 +48,13 @@ class CommTerm:
         return seconds
 
     def slope(self, largest: LargestOf) -> float:
-        """Seconds per unit of the product, from where it is now on."""
+        """Seconds per unit of the product, at the present largest shares."""
         share = float(self.share(largest))
         curved = (curve.slope(b * share) * b * n for curve, runs in self.curved.items() for b, n in runs.items())
         return self.seconds + fsum(curved)
 
     def share(self, largest: LargestOf) -> Floats:
-        """The product itself."""
+        """The product of largest shares."""
         product = np.ones(())
         for cut in self.times:
             product = product * largest(cut)
@@ -125,7 +125,7 @@ class RoundsTerm:
         return self.runs * (latency + moving)
 
     def held(self, largest: LargestOf) -> float | Floats:
-        """Bytes that other dimensions leave."""
+        """Bytes of the value on a device, as cut along its other dimensions."""
         whole: float | Floats = self.nbytes
         for cut in self.over:
             whole = whole * largest(cut)
@@ -165,7 +165,7 @@ class ClassTerms(NamedTuple):
 
 
 class ClassCosts:
-    """A program's works and wires by what cuts them."""
+    """The works and collectives of a program, by the cuts that divide them."""
 
     def __init__(self, program: Program, classes: Classes, costs: CostModel) -> None:
         self.classes, self.costs = classes, costs
@@ -324,7 +324,7 @@ class ClassCosts:
         return worked + self.sent_seconds(sizes)
 
     def sent_seconds(self, sizes: Sizes) -> float:
-        """Of these, what collectives take."""
+        """The part of `cost` that is due to collectives, in seconds."""
         largest = lambda cut: largest_of(sizes, cut)
         held = lambda cut: cut.shares if isinstance(cut, Even) else joined_shares(sizes, cut)
         moving = fsum(float(b.at(held(b.old), held(b.new), largest)) for b in self.moves)
@@ -346,8 +346,8 @@ class ClassCosts:
         return found
 
     def alike(self, c: int, shares: Sequence[object]) -> object:
-        """What a class's best sizes depend on where the classes have these shares, or shares of these numbers: layers
-        have classes that are alike."""
+        """A key that determines the best sizes of class `c`. `shares`: of each class, or numbers of them. Equal layers
+        have classes with equal keys."""
         number, others = self._roles[c]
         return number, *[shares[other] for other in others]
 
@@ -357,7 +357,7 @@ class ClassCosts:
 
     @cached_property
     def numbers(self) -> dict[object, int]:
-        """Of what classes divide: programs with one cost model may share them."""
+        """Numbers of the costs that a class divides; programs with one cost model may share them."""
         return {}
 
     @cached_property

@@ -9,7 +9,7 @@ from hapsynth.search.sizing.ratio_lp import RatioLP
 from hapsynth.search.solver import Ints
 
 _ALL_ELSE = 1e-3
-"""Of the objective: what is not the busiest is to be no busier than it must be."""
+"""The weight in the objective of streams other than the busiest, so that they are no busier than necessary."""
 LINK = -1
 """In place of a kind of device."""
 

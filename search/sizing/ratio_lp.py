@@ -66,11 +66,11 @@ class RatioLP:
         self._positions: dict[int, tuple[Ints, Ints]] = {}
 
     def _counted(self) -> tuple[Sequence[ComputeTerm], Sequence[CommTerm]]:
-        """What the objective is made of."""
+        """The terms of the objective."""
         return self.loads.works, self.loads.wires
 
     def _alike(self, c: int) -> object:
-        """What tells a class from others, all else at the sizes given."""
+        """A key that is equal for classes with equal costs, all others being at `sizes`."""
         return self.loads.alike(c, self.sizes.shares)
 
     def solve(self, points: Sequence[int], limit: float, left: float = np.inf) -> dict[int, Floats] | None:
@@ -92,8 +92,8 @@ class RatioLP:
         return fractions
 
     def least(self, points: Sequence[int], limit: float, left: float = np.inf) -> float:
-        """The least seconds of what is in it; inf where it has no solution, nothing where it takes longer than those
-        `left`."""
+        """The optimum in seconds; inf where the problem has no solution, 0 where solving takes longer than `left`
+        seconds."""
         if left <= 0:
             return -self.constant
         return self._optimum(points, limit, left)[1]
@@ -140,11 +140,11 @@ class RatioLP:
         self.objective[column] += seconds
 
     def _add_objective(self) -> None:
-        """What is minimized beside what has been added."""
+        """Add the rest of the objective, if there is any."""
 
     def _unlike(self, depth: int) -> tuple[Ints, Ints]:
-        """Of the positions along the first axes, the first of those that have the same kinds, and which of these each
-        is like."""
+        """Positions along the first `depth` axes grouped by equal kinds: the first position of each group [groups], and
+        the group of each position [positions]."""
         if depth not in self._positions:
             inner = prod(self.loads.classes.lengths[a] for a in self.axes[depth:])
             number: dict[bytes, int] = {}
@@ -316,7 +316,8 @@ class RatioLP:
         return roofline.line(self.costs.kind_of, k, fractions, fractions[k])
 
     def _held(self, cut: Cut) -> Floats:
-        """The shares at which measured times are taken: of the last sizes; the even one where a device has none."""
+        """The shares at which measured times are evaluated [devices]: those of the last sizes, or even where a device
+        has none."""
         held = self.loads.fraction(self.sizes, cut)
         return np.where(held > 0, held, 1.0 / (int(self.costs.position(self.axes[: cut[1]]).max()) + 1))
 

@@ -22,7 +22,7 @@ _EVEN = -2
 """In place of a plan's vector that a dimension is cut like, where -1 is none."""
 
 _SAME_UNITS = 1e-6
-"""What rounding may put a whole number of units off by."""
+"""The tolerance within which a number of units is whole."""
 
 EvenDims = Set[tuple[int, int]]
 """(value, dimension) that are cut evenly whatever else is not."""

@@ -1,4 +1,4 @@
-"""The least that any sizes of a program come to: the linear program over ratios with only what holds at all of them.
+"""A lower bound on the cost of a program over all sizes: the linear program over ratios, with valid terms only.
 
 A device without a share does nothing, so of what those with one spend whatever their shares are only the least
 device's counts. A product of two largest shares m, n is at least a n + b m - a b, where a and b are their even shares
@@ -32,9 +32,9 @@ def relaxation_bound(
     limit: float,
     left: Callable[[], float],
 ) -> float:
-    """Seconds of everything that sizes decide, at least, whatever those of the classes are that are not pinned; a
-    program with `sizes`, within `limit` bytes. `kinds`: of the positions along the axes of each family of classes.
-    `left`: seconds for it; what is not done by then counts nothing."""
+    """A lower bound on the seconds that depend on sizes, over all sizes of the classes that are not `pinned`, within
+    `limit` bytes per device. `sizes`: some sizes of the program. `kinds`: of the positions along the axes of each
+    family of classes. `left`: the seconds available; families not solved by then count 0."""
     # A tensor that two families cut holds a product.
     points = _full_points(memory, sizes, limit) if len(kinds) == 1 else ()
     lps: list[_RelaxedLP] = []
@@ -54,7 +54,7 @@ def relaxation_bound(
 
 
 def _full_points(memory: MemoryProfile, sizes: Sizes, limit: float) -> Sequence[int]:
-    """Where a program is nearly full: there its memory decides its sizes."""
+    """The points at which a program nearly fills the memory, where the limit determines its sizes."""
     alive = memory.at(sizes)
     fullest = np.argsort(-alive, kind="stable")[:_POINTS]
     return [int(p) for p in fullest if alive[p] > 0.9 * limit]
@@ -83,10 +83,10 @@ class _RelaxedLP(RatioLP):
             self.constant -= (len(least) - 1) * wire.seconds * prod(least)
 
     def _add_boundaries(self) -> None:
-        """At sizes that are alike nothing moves."""
+        """No term: with equal sizes on both sides nothing moves."""
 
     def _add_rounds(self) -> None:
-        """They are products of two classes' sizes."""
+        """No term: these are products of two classes' sizes."""
 
     def _lines(self, roofline: Roofline, k: int, fractions: Sequence[Floats]) -> tuple[Floats, ...]:
         """Of what does not depend on the share the least device's; computing at the highest rate."""
@@ -96,7 +96,7 @@ class _RelaxedLP(RatioLP):
 
 
 class _UncoveredTerms:
-    """What works and wires that are in no linear program come to at least."""
+    """Lower bounds on the works and collectives that are in no linear program."""
 
     def __init__(self, loads: ClassCosts, sizes: Sizes, pinned: dict[int, tuple[int, ...]]) -> None:
         self.loads, self.sizes, self.pinned = loads, sizes, pinned

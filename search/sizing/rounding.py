@@ -10,11 +10,11 @@ from hapsynth.search.cost.model import Floats
 from hapsynth.search.solver import Ints
 
 _PARTS = 8
-"""In how many parts the units of a group are moved at most."""
+"""The largest number of parts in which the units of a group are moved."""
 
 
 _SecondsOf = Callable[[Ints], Floats]
-"""Of shares [trials, positions], each trial's."""
+"""Shares [trials, positions] -> seconds [trials]."""
 
 
 def best_of(moves: Iterable[Ints], seconds: _SecondsOf) -> tuple[float, Ints]:
@@ -28,7 +28,8 @@ def best_of(moves: Iterable[Ints], seconds: _SecondsOf) -> tuple[float, Ints]:
 
 
 def _groups(shares: Ints, kind_of: Ints) -> list[tuple[int, int, Ints]]:
-    """Positions of one kind with equal shares are interchangeable: (kind, share, these), by the first of them."""
+    """Groups of interchangeable positions, of one kind and with equal shares, ordered by first position: (kind, share,
+    positions)."""
     key = kind_of * (int(shares.max(initial=0)) + 1) + shares
     _, first, counts = np.unique(key, return_index=True, return_counts=True)
     members = np.split(np.argsort(key, kind="stable"), np.cumsum(counts)[:-1])
@@ -42,11 +43,11 @@ def group_moves(
     below: float = np.inf,
     at_least: Callable[[Ints], float] | None = None,
 ) -> Iterator[Ints]:
-    """One unit from, or to, every position of a group: where several are the slowest, one alone changes nothing. The
-    rest of the units go where they cost the least, some at a time.
+    """Shares [positions] after one unit moves from, or to, every position of a group: where several are the slowest, a
+    single move changes nothing. The units go to, or come from, where that costs the least, some at a time.
 
-    `at_least`: seconds that are taken at least where every one of some positions gets a unit from others, where a unit
-    more nowhere costs less. Moves that then cannot cost less than `below` are left out.
+    `at_least(positions)`: a lower bound on the seconds after each of these has gained a unit; valid where the cost is
+    non-decreasing in the units. Moves that it shows to cost `below` or more are left out.
     """
     of_kinds = [np.flatnonzero(kind_of == k) for k in range(int(kind_of.max()) + 1)]
     for kind, held, places in _groups(shares, kind_of):
@@ -64,7 +65,7 @@ def group_moves(
                 continue
             left, step = places.size, -(-places.size // _PARTS)
             first: dict[int, Ints] = {}
-            """Of each kind, the positions that are next, as long as none of its have changed."""
+            """Kind -> its next positions, as long as none of its positions has changed."""
             while left:
                 trials: list[Ints] = []
                 for k, others in enumerate(others_of):

@@ -46,14 +46,14 @@ _POLISHED = 3
 
 @dataclass(frozen=True, eq=False)
 class KnownShares:
-    """What was found for the classes of some programs with one cost model: searches come upon the same layers again."""
+    """Best shares already found for classes of programs with one cost model: searches meet equal layers again."""
 
     numbers: dict[object, int] = field(default_factory=dict[object, int])
     """As `ClassCosts.numbers`."""
     shares: dict[object, tuple[int, ...]] = field(default_factory=dict[object, tuple[int, ...]])
-    """By what a class's best shares depend on, where they begin and what they may be."""
+    """Key of all that a class's best shares depend on, with start and limits -> the shares."""
     numbering: Numbering = field(default_factory=Numbering)
-    """Of shares: those of many devices take long to compare."""
+    """Numbers of share vectors, as those of many devices take long to compare."""
 
 
 class Sizer:
@@ -145,11 +145,11 @@ class Sizer:
         return min((self._polished(s, limit) for s in best), key=lambda s: self._merit(s, limit))
 
     def _merit(self, sizes: Sizes, limit: float) -> tuple[float, float]:
-        """The less the better: whether they hold too much, then what they cost."""
+        """A key to compare sizes by, less being better: bytes beyond `limit` first, then the cost."""
         return self._beyond(sizes, limit), self.variable_cost(sizes)
 
     def _polished(self, sizes: Sizes, limit: float) -> Sizes:
-        """Whole groups of units moved too, until nothing gets cheaper."""
+        """Improve sizes by moves of whole groups of units too, until the cost no longer falls."""
         for _ in range(_LP_ROUNDS if self._left() > 0 else 0):
             improved = self._improved(sizes.shares, self._beyond(sizes, limit), together=True)
             if improved.shares == sizes.shares:
@@ -158,7 +158,7 @@ class Sizer:
         return sizes
 
     def _beyond(self, sizes: Sizes, limit: float) -> float:
-        """The limit or, where they hold more, that."""
+        """The bytes that sizes hold on the fullest device, but at least `limit`."""
         return limit if np.isinf(limit) else max(self.memory.peak(sizes), limit)
 
     def variable_cost(self, sizes: Sizes) -> float:
@@ -166,7 +166,7 @@ class Sizer:
         return self.loads.cost(sizes)
 
     def bound(self, sizes: Sizes, limit: float = np.inf) -> float:
-        """Seconds that `variable_cost` is at least, at all sizes that `limit` bytes per device allow."""
+        """A lower bound on `variable_cost`, in seconds, over all sizes within `limit` bytes per device."""
         bound = relaxation_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, limit, self._left)
         return min(bound, self.variable_cost(sizes))
 
@@ -211,8 +211,7 @@ class Sizer:
         return sizes
 
     def besides(self, sizes: Sizes, busy: Mapping[int, float]) -> dict[int, float]:
-        """Of the seconds that each kind of device and the link are `busy` at some sizes, those that sizes do not
-        decide."""
+        """The part of the `busy` seconds of each kind of device and of the link that does not depend on sizes."""
         kind_of, loads = self.costs.kind_of, self.loads
         found = dict(busy)
         for works in loads.works:

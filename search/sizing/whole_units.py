@@ -1,4 +1,4 @@
-"""What the whole units of one dimension class cost, everything else as it is.
+"""The cost of the whole units of one dimension class, with everything else fixed.
 
 A position's times depend on its kind and how many units it holds, so they are computed once for each such pair, however
 many positions have it; a sum of largest times then is a matter of looking up. A unit that is moved lowers the cost only
@@ -24,15 +24,15 @@ from hapsynth.search.sizing.class_costs import ClassCosts, WorkTable
 from hapsynth.search.solver import Ints
 
 _AHEAD = 2
-"""How many units more and less are computed along with those that are asked for."""
+"""Times are computed for this many units more and less than asked for, too."""
 _SOURCES = 16
-"""Positions that units are taken from, of which all are tried where it may help to take one from any."""
+"""Up to this many positions, all are tried as the source of a unit if taking one from any may help."""
 _ENTRIES = 4_000_000
-"""Of an array of trials."""
+"""The largest number of entries of an array of trials."""
 
 
 class Move(NamedTuple):
-    """One unit, and what the class then costs."""
+    """A move of one unit, and the seconds of the class after it."""
 
     seconds: float
     source: int
@@ -49,7 +49,7 @@ class ClassUnits:
         self.kind_of = loads.costs.kinds_along(self.cls.axes)
         self._layers: dict[int, _Layer] = {}
         self._terms: list[tuple[int, slice, Floats]] = []
-        """Of each table, the depth of the cut, its rows in that layer, and how often these run."""
+        """Per table: the depth of the cut, its rows in that layer, and their runs."""
         for mine in works:
             (k,) = [k for k, cut in enumerate(mine.cuts) if cut[0] == c]
             depth = mine.cuts[k][1]
@@ -64,21 +64,21 @@ class ClassUnits:
         cuts += [cut for b in self._moves for cut in b.over]
         self._fixed = {cut: largest_of(sizes, cut) for cut in cuts if cut[0] != c}
         self._depths = sorted({depth for other, depth in cuts if other == c})
-        """Of which joined shares the largest counts."""
+        """Depths at which the largest joined share counts."""
         # Over a largest share wires grow as it falls, and what moves may be less wherever a unit goes.
         self._any_helps = any(cut[0] == c for w in self._wires for cut in w.over) or bool(self._moves)
         self._sent: dict[tuple[int, ...], Floats] = {}
         self.shares = np.zeros(0, dtype=np.int64)
         self.evaluated = 0
-        """How many shares and moves have been."""
+        """The number of shares and moves evaluated so far."""
 
     @property
     def decides(self) -> bool:
-        """Whether it costs anything at all."""
+        """Whether the class has any cost."""
         return bool(self._terms or self._wires or self._moves)
 
     def seconds(self, trials: Ints) -> Floats:
-        """Of shares [trials, positions], each trial's."""
+        """Seconds of each trial [trials], for shares [trials, positions]."""
         self.evaluated += len(trials)
         most = max([layer.terms for layer in self._layers.values()], default=1) * trials.shape[1]
         step = max(1, _ENTRIES // max(most, 1))
@@ -111,7 +111,7 @@ class ClassUnits:
         return seconds
 
     def _with_wires(self, seconds: Floats, largest: Sequence[Ints]) -> Floats:
-        """Few shares are the largest of any trial."""
+        """Adds the seconds of collectives, computed once per distinct largest shares, of which there are few."""
         code = np.zeros(len(seconds), dtype=np.int64)
         for joined in largest:
             code = code * (self.cls.units + 1) + joined
@@ -238,7 +238,7 @@ class ClassUnits:
         return float(self._summed(1, terms, held)[0])
 
     def _firsts(self) -> Ints:
-        """Of positions of one kind with equal shares, which are interchangeable, the first."""
+        """The first of each set of positions of one kind with equal shares, which are interchangeable."""
         if int(self.kind_of.max()) + 1 == self.shares.size:
             return np.arange(self.shares.size)
         _, first = np.unique(self.kind_of * (self.cls.units + 1) + self.shares, return_index=True)
@@ -268,7 +268,7 @@ class ClassUnits:
         return positions[np.unique(places, return_index=True)[1]]
 
     def _after(self, source: int, targets: Ints, tops: dict[int, _Top], largest: dict[int, _Top]) -> Floats:
-        """Seconds after a unit has moved to each of some positions."""
+        """Seconds after a unit has moved from `source` to each of `targets` [targets]."""
         terms: dict[int, Floats] = {}
         for depth, layer in self._layers.items():
             inner, top = self._inner(depth), tops[depth]
@@ -291,7 +291,7 @@ class ClassUnits:
         return self._summed(targets.size, terms, held, trials)
 
     def _inner(self, depth: int) -> int:
-        """How many positions are joined in one."""
+        """The number of positions that are joined in one at a depth."""
         return self.shares.size // self.loads.classes.along(self.cls.axes[:depth])
 
 
@@ -337,9 +337,9 @@ class _Layer:
         """int [kinds of positions, devices at one]"""
         self._tables: list[tuple[WorkTable, list[Cut | None]]] = []
         self.fractions: dict[Cut, Floats] = {}
-        """Of the cuts of other classes that divide these works too, each device's share."""
+        """Cut of another class that also divides these works -> each device's share [devices]."""
         self._row: dict[int, int] = {}
-        """Of each kind of position and share that are known."""
+        """Key of a kind of position and share -> the row of its times."""
         self._times = np.zeros((4 * count, 0))
         self._now = self._more = self._less = np.zeros(0, dtype=np.int64)
         self._shares = np.zeros(0, dtype=np.int64)
@@ -389,7 +389,7 @@ class _Layer:
         )
 
     def change(self, position: int, by: int) -> None:
-        """One unit more or less."""
+        """Change the share of one position by `by` units, 1 or -1."""
         self._shares[position] += by
         held = int(self._shares[position])
         key = int(self.kind_of[position]) * (self.units + 1) + held
