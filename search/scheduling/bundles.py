@@ -1,4 +1,5 @@
-"""Which collectives go as one: those that save latency where the start that waits for the last of them costs nothing.
+"""The choice of bundles: collectives are joined where that saves latency and waiting for the last of them costs
+nothing.
 
 Two neighbours among the collectives of one family, in their order, go together or apart, and the simulated makespan
 decides, not their size (GradientFlow's lazy all-reduce, arXiv 1902.06855, takes all that wait until there are enough
@@ -23,14 +24,14 @@ sends on `paper64` bundled (667.0 ms for 672.2)."""
 _CUTS, _CUT_AT_ONCE, _ENDS = 3, 8, 4
 """Bundles that are cut, one after the other; of how many each time, and at how many places."""
 _SAME = 1e-9
-"""Relative: makespans that differ by rounding alone."""
+"""The relative difference up to which makespans count as equal."""
 
 
 @dataclass(frozen=True, eq=False)
 class Apart:
-    """A timeline's `tasks` before collectives were joined. `bundles`: those of them that go as one, by the task that
-    they are in the timeline; `place`, `begun`: of each of them, that task's place in the order and its start, in
-    seconds."""
+    """A timeline's `tasks` before collectives were joined. `bundles`: task of the timeline -> the collectives joined in
+    it. `place`, `begun` [tasks]: the place in the order, and the start in seconds, of the timeline's task that each is
+    in."""
 
     tasks: TaskGraph
     bundles: dict[int, list[int]]
@@ -125,7 +126,7 @@ def _cuts(timeline: Timeline) -> Iterator[Timeline]:
 
 
 def _needed_at(tasks: TaskGraph, task: int, place: Sequence[int]) -> tuple[int, int]:
-    """Places of the first that needs a collective, and of the last that it needs."""
+    """The places, in the order, of the first task that needs a collective, and of the last task that it needs."""
     first, waiting = len(place), [task]
     while waiting:
         for user in tasks.users[waiting.pop()]:
@@ -137,7 +138,7 @@ def _needed_at(tasks: TaskGraph, task: int, place: Sequence[int]) -> tuple[int, 
 
 
 class Trial(NamedTuple):
-    """What a timeline comes to: its makespan, and seconds in which the link sends, all together."""
+    """The makespan of a timeline and the total seconds in which its link sends, by which timelines are compared."""
 
     makespan_s: float
     sending_s: float
@@ -156,7 +157,7 @@ class Trial(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """The last collective, with those that it goes with."""
+    """The last collective sent, with those bundled with it."""
 
     task: int
     begun: float
@@ -164,7 +165,7 @@ class _Sent(NamedTuple):
 
 
 class Neighbours:
-    """Each two collectives of a family that follow one another in a timeline's order (`pairs`)."""
+    """The pairs of collectives of one family that are neighbours in a timeline's order (`pairs`)."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.tasks = timeline, timeline.tasks
@@ -207,8 +208,8 @@ class Neighbours:
         return simulate(tasks, range(len(tasks.machine)))
 
     def tried(self, together: set[int]) -> Trial | None:
-        """What that would come to; None where none are together, or they cannot be. Without the tasks as such, which
-        take longer to make."""
+        """The makespan and sending time with these pairs joined; None where none are, or they cannot be. It does
+        without the joined `TaskGraph`, which takes longer to make."""
         bundles = self.bundles(together)
         if not bundles:
             return None
@@ -237,7 +238,7 @@ class Neighbours:
         return Simulation.of(self.tasks)
 
     def bundles(self, together: set[int]) -> list[tuple[list[int], Transfer]]:
-        """As long as a bundle has room; with what each sends."""
+        """The bundles that joined pairs make, each filled as far as it has room, with their transfers."""
         most, transfers = self.tasks.lowering.bundle_bytes, self.tasks.transfers
         of: dict[int, list[int]] = {}
         held: dict[int, Transfer] = {}

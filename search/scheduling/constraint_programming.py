@@ -19,7 +19,7 @@ _MOST_TASKS = 300
 _EFFORT = 2.0
 """In CP-SAT's deterministic time, about seconds."""
 _TICKS = 100_000
-"""Of the makespan so far."""
+"""The number of units of time into which the present makespan is divided."""
 
 
 def polished(timeline: Timeline) -> Timeline:

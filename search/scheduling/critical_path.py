@@ -30,7 +30,7 @@ def critical_path(timeline: Timeline) -> list[Step]:
     path = [at]
     while start[at] > 0:
         everywhere = tasks.machine[at.task] is not Machine.COMPUTE and tasks.machine[at.task] is not Machine.LOCAL
-        # What ended as this began.
+        # Tasks that ended when this one began.
         ended = [
             Step(other, group)
             for other in (*tasks.makers[at.task], *before[at.task])
@@ -45,7 +45,7 @@ def critical_path(timeline: Timeline) -> list[Step]:
 
 
 def _before(timeline: Timeline) -> list[list[int]]:
-    """Of each task those before it on the machines that it takes."""
+    """Per task, its predecessors on the machines that it occupies."""
     machine = timeline.tasks.machine
     found: list[list[int]] = [[] for _ in machine]
     for on in (Machine.COMPUTE, Machine.LINK):

@@ -19,7 +19,7 @@ from hapsynth.search.scheduling.timeline import Timeline, never, simulate
 _MOST = 8
 """The longest waits; by more the step of BERT is no shorter."""
 _SHORTEST = 1e-5
-"""Of the makespan: a wait that is looked at."""
+"""The shortest wait that is considered, as a fraction of the makespan."""
 _LEAST_GAIN = 1e-6
 _TURNS = 40
 
@@ -55,7 +55,7 @@ def _fillings(timeline: Timeline) -> Iterator[Timeline]:
 
 
 def _made(timeline: Timeline) -> list[float]:
-    """When all that each task waits for is there on all devices."""
+    """Per task, the time at which all its inputs are there on all devices."""
     ended = timeline.end.max(axis=1, initial=0.0).tolist()
     return [max((ended[maker] for maker in makers), default=0.0) for makers in timeline.tasks.makers]
 

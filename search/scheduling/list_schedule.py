@@ -39,12 +39,13 @@ _ROUNDS = 3
 _TURNS = 2
 _LINK_ROUNDS = 6
 _PUT_OFF = 0.5, 0.7
-"""Of a task's slack."""
+"""Fractions of a task's slack by which it is delayed."""
 _LEAST_GAIN = 1e-6
 _PERTURBED, _PERTURBATION = 100, 5e-3
-"""Times, and by how much of the makespan a task starts sooner or later at most."""
+"""How many perturbed starts are tried, and the most by which a task's start is shifted, as a fraction of the
+makespan."""
 _QUEUES = {Machine.LINK: 0, Machine.COMPUTE: 1, Machine.EVERYTHING: 1, Machine.LOCAL: -1}
-"""Of tasks that wait for one machine; the first goes first where several are free at once."""
+"""The queue in which tasks wait for a machine; -1: they do not. Where both are free at once, queue 0 goes first."""
 
 
 def schedule(
@@ -59,7 +60,7 @@ def schedule(
 
 
 def improved(tasks: TaskGraph, stopped: Callable[[], bool] = never) -> Timeline:
-    """As `schedule`, but for its local search in the end."""
+    """As `schedule`, without the final local search."""
     order = _of_best_order(tasks.contracted(), quick=True)
     quick = _quick(order, np.inf, stopped)
     best = refined(quick, stopped)
@@ -76,14 +77,14 @@ def _quick(order: Timeline, cutoff: float, stopped: Callable[[], bool]) -> Timel
 
 
 def _reordered(timeline: Timeline) -> Timeline:
-    """With latencies gone another order may be better."""
+    """The best of a timeline and of new orders of its tasks: with fewer latencies another order may be better."""
     found = min(timeline, _of_best_order(timeline.tasks, quick=True), key=_makespan)
     return min(found, _for_link(found), key=_makespan)
 
 
 def refined(timeline: Timeline, stopped: Callable[[], bool] = never) -> Timeline:
-    """The best found of more orders and other bundles in turn, with idle time filled; what is left to do once it is
-    `stopped` is left out."""
+    """The best timeline found by trying more orders and other bundles in turn, then filling idle time; stops early once
+    `stopped` returns true."""
     in_turn, cut_in_turn, with_filled = (partial(f, stopped=stopped) for f in (_in_turn, _cut_in_turn, filled))
     for step in (_of_more_orders, _bundled_as_sent, in_turn, cut_in_turn, with_filled, _polished):
         if stopped():
@@ -93,9 +94,9 @@ def refined(timeline: Timeline, stopped: Callable[[], bool] = never) -> Timeline
 
 
 def iterated(timeline: Timeline, stopped: Callable[[], bool] = never) -> Timeline:
-    """A shorter timeline, where one is found by iterated local search (Lourenço, Martin, Stützle 2003): the best so far
-    is bundled as sent again from starts that are a little sooner or later, and in the end refined. It ends where
-    `stopped`."""
+    """The best timeline found by iterated local search (Lourenço, Martin, Stützle 2003): the start times of the best so
+    far are perturbed and its collectives bundled anew; the result is refined. Stops early once `stopped` returns
+    true."""
     rng, best = Random(0), timeline
     for n in range(0 if _is_proved(timeline) else _PERTURBED):
         if stopped():
@@ -156,7 +157,7 @@ def _cut_in_turn(timeline: Timeline, stopped: Callable[[], bool]) -> Timeline:
 
 
 def _as_sent(apart: Apart, *, backward: bool = False) -> Timeline:
-    """One of these list schedules, in the order in which the tasks of a timeline begin."""
+    """One list schedule of `_bundled_as_sent`, by the start times of `apart`."""
     released, transfers = apart.tasks.released, apart.tasks.transfers
     joining = {task for task, each in transfers.items() if (released[task] <= each.latency_s) == backward}
     kept = [bundle for bundle in apart.bundles.values() if joining.isdisjoint(bundle)]
@@ -333,7 +334,7 @@ def _put_off(tasks: TaskGraph, to_end: Sequence[float], ended: Sequence[float]) 
 
 
 def _improved(tasks: TaskGraph, order: list[int], ended: list[float]) -> list[list[int]]:
-    """An order in which tasks end as given, and what it becomes forward and backward in turn."""
+    """An order, in which tasks end at `ended`, and its improvements by alternating backward and forward passes."""
     found, least = [order], max(ended, default=0.0)
     for _ in range(_ROUNDS):
         _, backward, _ = _greedy(tasks, tasks.users, tasks.makers, [-x for x in ended])
@@ -414,7 +415,7 @@ def _greedy(
     released = [task for task in reversed(range(count)) if not missing[task]]
 
     def release_users(task: int) -> None:
-        """Those of which it is the last maker."""
+        """Release the tasks of which this is the last maker."""
         ended = end[task]
         for user in after[task]:
             if since[user] < ended:
@@ -424,7 +425,7 @@ def _greedy(
                 released.append(user)
 
     def with_others(first: int, waiting: list[int]) -> tuple[list[int], float]:
-        """A collective with what it takes along of those whose ranks wait; how long that takes."""
+        """A collective with the waiting ones that join it, and the seconds of the bundle. `waiting`: their ranks."""
         mine, sent = [first], transfers[first]
         for other in sorted(waiting):
             task = ranked[other]

@@ -33,7 +33,7 @@ from hapsynth.search.cost.program_index import ProgramIndex
 
 
 class Machine(IntEnum):
-    """What a task takes while it runs. A `LOCAL` task takes nothing."""
+    """The machine that a task occupies while it runs. A `LOCAL` task occupies none."""
 
     EVERYTHING = -2
     LOCAL = -1
@@ -44,7 +44,7 @@ class Machine(IntEnum):
 _FEW = 300
 """Tasks that are scheduled each by itself."""
 _LARGEST_PART = 2e-3
-"""Of a step: what is computed as one in schedules of more."""
+"""The largest fraction of a step that one task computes after tasks are contracted."""
 
 
 class Transfer(NamedTuple):
@@ -84,7 +84,7 @@ class Transfer(NamedTuple):
         )
 
     def beside(self, other: Transfer) -> Transfer:
-        """Both as one."""
+        """The transfer of both as one bundle."""
         return self._replace(
             made=self.made | other.made,
             nbytes=self.nbytes + other.nbytes,
@@ -121,7 +121,7 @@ class TaskGraph:
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """Per task, those that wait for it."""
+        """Per task, the tasks that wait for it."""
         found: list[list[int]] = [[] for _ in self.makers]
         for task, makers in enumerate(self.makers):
             for maker in makers:
@@ -135,7 +135,7 @@ class TaskGraph:
 
     @cached_property
     def released(self) -> list[float]:
-        """Seconds before which each task starts in no order."""
+        """Per task, a lower bound on its start in any order, in seconds."""
         found, longest = [0.0] * len(self.machine), self.longest
         for task, makers in enumerate(self.makers):
             found[task] = max((found[maker] + longest[maker] for maker in makers), default=0.0)
@@ -197,7 +197,7 @@ class TaskGraph:
         )
 
     def _unbundled(self, joined: Iterable[Sequence[int]]) -> TaskGraph | None:
-        """What `joined` has to keep of these tasks."""
+        """The graph that `joined` keeps as `unbundled`."""
         sent = any(len(tasks) > 1 and self.machine[tasks[0]] is Machine.LINK for tasks in joined)
         return self if sent and self.unbundled is None else self.unbundled
 
@@ -420,8 +420,8 @@ class _Builder:
             self.readers.setdefault(held, []).append(task)
 
     def _carried_on(self, places: Sequence[int]) -> Iterator[Property]:
-        """What loops find carried on at the end of an iteration: no instruction reads it, and it may have been made
-        before them."""
+        """The properties that loops carry to the next iteration: no instruction reads them there, and they may have
+        been made before the loop."""
         graph = self.costs.graph
         for i in (self.program.instructions[k] for k in places):
             if isinstance(i, Compute) and i.op in graph.ties:
@@ -429,11 +429,11 @@ class _Builder:
 
     @cached_property
     def _together(self) -> list[Cost]:
-        """Of each instruction as if all devices waited for the slowest."""
+        """The cost of each instruction if all devices wait for the slowest."""
         return list(instruction_costs(self.program, self.sizes, self.costs))
 
     def _leaders(self, dominated: bool) -> list[int]:
-        """Of each device the first of its kind that takes as long over everything; without `dominated` devices, one
+        """Per device, the first device of its kind with equal seconds in everything; without `dominated` devices, one
         that dominates it and is not dominated itself."""
         columns = np.array([*self.loads, *self.fed.values(), self.costs.slowdown, self.costs.kind_of]).T
         first: dict[bytes, int] = {}

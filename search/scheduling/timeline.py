@@ -80,7 +80,7 @@ class Timeline:
 
 
 def never() -> bool:
-    """Work goes on to its end."""
+    """A `stopped` callback that never stops."""
     return False
 
 
@@ -101,7 +101,7 @@ def program_timeline(program: Program, sizes: Sizes, costs: CostModel) -> Timeli
 
 
 def step_seconds(program: Program, sizes: Sizes, costs: CostModel, *, overlap: bool) -> float:
-    """What a step takes: with overlap the makespan of the program in its own order, else the sum over its
+    """Seconds of a step: with overlap the makespan of the program in its own order, else the sum over its
     instructions."""
     if not overlap:
         return program_cost(program, sizes, costs)
@@ -217,7 +217,7 @@ class Simulation:
 
     @cached_property
     def factors(self) -> Sequence[float]:
-        """How many times as long each group computes while something is sent."""
+        """Per group, the factor by which computing takes longer while a collective runs."""
         return self.slowdown or [1.0] * len(self.seconds)
 
     def _idle_from(

@@ -1,4 +1,4 @@
-"""What each device waits for."""
+"""The tasks that each device waits for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def waits(timeline: Timeline) -> dict[int, Floats]:
             found.setdefault(task, np.zeros(len(groups)))[group] += seconds
 
     def last(among: tuple[int, ...] | list[int], group: int) -> int:
-        """The task that is there last, of slices what they are made of."""
+        """The task that ends last; for slices, the task that makes their operand."""
         at = max(among, key=lambda task: end[task, group])
         while tasks.machine[at] is Machine.LOCAL and tasks.makers[at]:
             at = max(tasks.makers[at], key=lambda task: end[task, group])
