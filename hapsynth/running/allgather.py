@@ -1,4 +1,4 @@
-"""What every process says, in every process: messages, a few numbers; sizes that all agree on."""
+"""All-gathers between processes, of JSON messages and a few numbers; and the sizes that all processes agree on."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def agreed(mesh: Mesh | None, sizes: Sizes) -> Sizes:
 
 
 def of_first_process(mesh: Mesh | None, row: Floats) -> Floats:
-    """The numbers of the process that has the mesh's first device, in all processes of the mesh."""
+    """`row` of the process that has the mesh's first device, in all processes of the mesh."""
     return row if mesh is None else gathered(mesh, row)[0]
 
 
 def gathered(mesh: Mesh, own_row: Floats) -> Floats:
-    """Each process's numbers: float64 [devices of the mesh, numbers]. All of its processes must call, and wait for one
-    another as long as they live."""
+    """The numbers of each device's process: float64 [devices of the mesh, numbers]. All processes of the mesh must
+    call, and wait for one another as long as they live."""
     ranks = ranks_of(mesh)
     if len(ranks) == 1 or jax.process_index() not in ranks or not own_row.size:
         return np.tile(own_row, (mesh.size, 1))
@@ -39,12 +39,13 @@ def gathered(mesh: Mesh, own_row: Floats) -> Floats:
 
 
 def allgather_json(mesh: Mesh, message: Any, doing: str) -> list[Any]:
-    """The message of each process of the mesh, in the order of their numbers, as JSON holds it. All must call, and wait
-    for one another as long as they live. `doing`: what the others are told that this process does."""
+    """The message of each process of the mesh, by rising process number, after a round trip through JSON. All must
+    call, and wait for one another as long as they live. `doing`: this process's activity, for the others' error
+    messages."""
     messages = exchanged(mesh, message, doing)
     if messages is not None:
         return messages
-    # A collective instead, which waits for 30 s: of the lengths, then of the texts.
+    # Without a meeting point: two collectives, which wait for 30 s, of the lengths, then of the texts.
     text = json.dumps(message).encode()
     longest = int(_collected(mesh, np.array([len(text)], np.uint32)).max())
     rows = _collected(mesh, np.frombuffer(text.ljust(longest), np.uint8))

@@ -41,7 +41,7 @@ class Arguments:
         self.input_of = {leaf: i for i, leaf in enumerate(traced.array_leaves)}
         """Position among all leaves -> position among the graph's inputs."""
         self._moved = set[int]()
-        """Of the graph's inputs those that calls had to move, which is said once of each."""
+        """The graph's inputs that calls had to move; each is logged once."""
 
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any], *, structs: bool = False) -> list[Any]:
         """All leaves of a call, checked: structure, leaves that are no arrays, shapes, dtypes, deleted arrays.
@@ -225,7 +225,7 @@ class Arguments:
 
     @cached_property
     def paths(self) -> list[str]:
-        """Of all leaves, as in `Plan.layouts`."""
+        """The paths of all leaves, as in `Plan.layouts`."""
         return [keystr(path[1:]) for path, _ in tree_flatten_with_path(skeleton(self.traced.in_tree))[0]]
 
     def path_from(self, first: int) -> Callable[[int], str]:

@@ -305,7 +305,7 @@ class Planned(ABC):
 
     @property
     def latencies(self) -> Latencies | None:
-        """By which XLA is to schedule collectives beside computing; None where it does not."""
+        """The latencies by which XLA is to schedule collectives concurrently with computing; None where it does not."""
         mesh = self.mesh
         if mesh is None or not (mesh.is_multi_process and is_pinned(mesh.devices.flat[0].platform)):
             return None
@@ -331,19 +331,18 @@ class Planned(ABC):
         return chosen_form(self.traced.graph, self.result, self.mesh, needed, overlap_speedup=speedup)
 
     def _overlap_speedup(self) -> float:
-        """How many times as long a step takes without overlap, as predicted."""
+        """The predicted speedup of a step by overlap."""
         seconds = partial(step_seconds, self.program, self.sizes, self.cost_model())
         makespan = seconds(overlap=True)
         return seconds(overlap=False) / makespan if makespan > 0 else 1.0
 
     @property
     def may_run_staged(self) -> bool:
-        """Whether it is in fused form as that fits, and not as it was asked for."""
+        """Whether the form is fused by choice of "auto", so that it may be changed to staged."""
         return self.form == "fused" and self._asked == "auto"
 
     def run_staged(self, reason: str) -> None:
-        """From now on in staged form, which stores what the fused form does. In a run of several processes all must
-        call."""
+        """Switch to staged form, which stores what the fused form does. In a run of several processes all must call."""
         self._form = "staged", reason
         self._forms.clear()
 
@@ -354,7 +353,7 @@ class Planned(ABC):
 
     @property
     def scheduled(self) -> bool:
-        """Whether the program's order is a schedule of what is computed beside its collectives."""
+        """Whether the program's order is a schedule with overlap."""
         return self.overlap or self.result.overlap
 
     @property

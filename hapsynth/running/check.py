@@ -198,7 +198,7 @@ def check_plan(
 
 
 class _Verdict(NamedTuple):
-    """By one device."""
+    """The verdict by one device."""
 
     judged: Sequence[Judged]
     as_is: Sequence[str]
@@ -227,7 +227,7 @@ def _of_all(mesh: Mesh, work: Callable[[], list[_Verdict]]) -> list[_Verdict]:
 
 
 def severity(judged: Judged, rtol: float) -> tuple[bool, bool, float]:
-    """The worse the verdict, the larger: first whether it fails, then whether it needed another yardstick."""
+    """A sort key, larger for worse verdicts: whether it fails, whether it needed another yardstick, the error."""
     return not judged.error <= rtol, judged.yardstick != PLAIN, judged.error
 
 
@@ -466,7 +466,7 @@ def _ratio(plan: float, function: float) -> float:
 
 
 def nudged(rng: np.random.Generator, x: Any, by: float) -> Any:
-    """The values that are not whole, each a little larger or smaller, by this part of it."""
+    """`x` with each value that is not whole made larger or smaller, at random, by the fraction `by` of it."""
     if not by:
         return x
     wide = _wide(x)
@@ -475,7 +475,7 @@ def nudged(rng: np.random.Generator, x: Any, by: float) -> Any:
 
 
 def _distance(a: Any, b: Any) -> float:
-    """Over the elements that are finite in both."""
+    """The largest difference over elements that are finite in both."""
     a, b = _wide(a), _wide(b)
     finite = np.isfinite(a) & np.isfinite(b)
     return float(np.max(np.abs(a[finite] - b[finite]), initial=0.0))

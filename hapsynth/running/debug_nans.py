@@ -33,7 +33,7 @@ def strange_results(
 
 
 def _strange_here(paths: Sequence[str], stored: Sequence[Any], kinds: Sequence[str]) -> tuple[str, str] | None:
-    """The first result of which this process holds such a value."""
+    """The path of the first result in which this process holds such a value, and the kind of the value."""
     with _jax.unlooked():
         for path, x in zip(paths, stored, strict=True):
             for part in parts(x):

@@ -1,4 +1,4 @@
-"""In which form a plan runs (decisions.md D2)."""
+"""The choice of the form in which a plan runs (decisions.md D2)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _unlike(sizes: Sizes, mesh: Mesh) -> str:
 
 
 def is_even(sizes: Sizes) -> bool:
-    """Whether all devices hold alike shares of everything."""
+    """Whether all devices hold equal shares of everything."""
     return all(len(set(shares)) <= 1 for shares in sizes.shares)
 
 

@@ -45,11 +45,11 @@ from hapsynth.running.plan_file import (
 from hapsynth.search.result import Result
 
 CACHE_DIR = "HAPSYNTH_CACHE_DIR"
-"""The folder; one of `_OFF` for none."""
+"""The environment variable with the cache's folder; one of `_OFF` for no cache."""
 _OFF = ("", "off", "none", "no", "false", "0")
-"""Of these nobody means a folder."""
+"""Values of the variable, in lower case, that mean no cache."""
 _ENTRIES = 512
-"""That a folder keeps: those used last."""
+"""The number of entries that a folder keeps: those used last."""
 _COMPUTING = ("jaxlib", "numpy", "ortools", "scipy")
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ class CachedPlan:
 
     @staticmethod
     def of(traced: Traced, cluster: Cluster, asked: Mapping[str, Any]) -> CachedPlan | None:
-        """Of a traced function, a cluster and the options that decide a plan, as JSON has them; None where the cache is
-        off, or the plan depends on rules of the user's own."""
+        """The cache entry for a traced function, a cluster and `asked`, the options that determine a plan, as JSON;
+        None where the cache is off, or the plan depends on rules of the user's own."""
         folder = cache_folder()
         if folder is None:
             return None

@@ -58,11 +58,11 @@ def write_object(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
 
 
 _OF_OTHERS = ("inexact_inputs", "selecting_outputs")
-"""What a graph knows of other functions with the same state."""
+"""The fields of a graph that come from other functions with the same state."""
 
 
 def function_to_dict(traced: Traced) -> dict[str, Any]:
-    """What a plan says of its function."""
+    """The description of its function in a plan file."""
     graph = traced.graph
     return {
         "jax": jax.__version__,
