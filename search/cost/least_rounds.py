@@ -16,7 +16,7 @@ from hapsynth.search.cost.share_range import Mask, ShareRange, spread
 _NOTHING = 1e-9
 """Pieces that are a smaller fraction of a tensor are rounding errors."""
 _SOLVED = 6
-"""Of many ranges of one dimension, for how many at most the linear program is solved."""
+"""The number of ranges of one dimension for which the linear program is solved at most."""
 _ROWS = 2048
 """Rows of linear programs that are solved as one: with more the solver takes longer for each."""
 

@@ -48,7 +48,7 @@ _SLICES = frozenset(("slice", "dynamic_slice", "gather"))
 _NEARLY = 1e-9
 """The tolerance for rounding errors in sums of shares."""
 _LINE = 64.0
-"""Bytes that a memory gives at once."""
+"""Bytes of one memory access: a cache line."""
 
 
 class CutWork(NamedTuple):
@@ -627,7 +627,7 @@ def distinct(kinds: Ints, vectors: Sequence[npt.NDArray[np.generic]]) -> Ints:
 
 
 def alike_devices(kinds: Ints, vectors: Sequence[npt.NDArray[np.generic]]) -> tuple[Ints, Ints]:
-    """As `distinct`, rising, and of each device the place of its set there: int [sets], [devices]."""
+    """`distinct`, rising, [sets]; and the index of each device's set in it [devices]."""
     _, first, code = np.unique(kinds, return_index=True, return_inverse=True)
     for vector in vectors:
         if first.size == kinds.size:

@@ -43,7 +43,7 @@ class ShareRange(NamedTuple):
         return ShareRange((low, high), (least, most), (few, many))
 
     def in_units(self, units: int) -> ShareRange:
-        """The same of a dimension that is cut in so many whole units."""
+        """The same for a dimension that is cut in `units` whole units."""
         # One more than rounding makes of a whole number is a looser bound, and one less would be none.
         whole = lambda x: (ceil(x[0] * units - 1e-9) / max(units, 1), floor(x[1] * units + 1e-9) / max(units, 1))
         return ShareRange(*map(whole, self))
