@@ -132,8 +132,8 @@ class MemoryConstraints:
         return max(math.fsum(held[k] for held in least) for k in range(self.sums))
 
     def fullest_near(self, op: int) -> int:
-        """The op with the largest `least_at` among `op` and the readers of its results: an op that waits for little may
-        run at another time."""
+        """The op with the largest `least_at` among `op` and the next `_TAKERS`, each the first reader of the last one's
+        results: an op that waits for little may run at another time."""
         near = [op]
         for _ in range(_TAKERS if self.graph.ops else 0):
             takers = [o for v in self.graph.ops[near[-1]].results for o, _ in self.graph.uses[v]]

@@ -94,8 +94,8 @@ class _Offer:
 class _Update:
     """The costs of a part of an optimizer's update with an owner. `fastest`: the position that runs all of it the
     soonest; `gain`: the seconds that this saves over the cheaper of cut and replicated. `spared` [positions]: the
-    seconds saved over cuts in proportion to memory. `nbytes`: of the state that it keeps; `part`: the fraction of a
-    latency with which its collectives are counted."""
+    seconds saved over cutting it, by the given weights or in proportion to memory. `nbytes`: of the state that it
+    keeps; `part`: the fraction of a latency with which its collectives are counted."""
 
     fastest: int
     gain: float

@@ -92,8 +92,8 @@ class RatioLP:
         return fractions
 
     def least(self, points: Sequence[int], limit: float, left: float = np.inf) -> float:
-        """The optimum in seconds; inf where the problem has no solution, 0 where solving takes longer than `left`
-        seconds."""
+        """The optimum in seconds, without `constant`; inf where the problem has no solution. Where solving takes longer
+        than `left` seconds, -`constant`, so that both add up to 0."""
         if left <= 0:
             return -self.constant
         return self._optimum(points, limit, left)[1]
