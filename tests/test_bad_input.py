@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import io_callback
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
@@ -207,41 +205,6 @@ def test_static_arguments_are_to_be_given_beforehand(kwargs: dict[str, bool]) ->
     with pytest.raises(TraceError, match=r"static argument.*beforehand, as in functools.partial\(step, train=True\)"):
         hapsynth.synthesize(fn, (X,) if kwargs else (X, True), CLUSTER, example_kwargs=kwargs)
     hapsynth.synthesize(functools.partial(fn, train=True), (X,), CLUSTER)
-
-
-def printing(x: Any, y: Any) -> Any:
-    jax.debug.print("{}", x.sum())
-    return x + y
-
-
-def calling(x: Any, y: Any) -> Any:
-    return x + io_callback(lambda v: v, jax.ShapeDtypeStruct((), np.float32), y.sum())
-
-
-EFFECTS: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "call": (calling, "io_callback", "io_callback(lambda"),
-    "call in a gradient": (
-        lambda x, y: jax.lax.scan(lambda c, r: (calling(c, r), None), x[0], y)[0],
-        "io_callback",
-        "io_callback(lambda",
-    ),
-    "print in a loop": (
-        lambda x, y: jax.lax.fori_loop(0, 3, lambda i, v: jax.jit(printing)(v, y), x),
-        "debug_print",
-        "jax.debug.print(",
-    ),
-    "print in a branch": (lambda x, y: jax.lax.cond(x[0, 0] > 0, printing, jnp.add, x, y), "debug_print", "jax.debug"),
-}
-
-
-@pytest.mark.parametrize("name", EFFECTS)
-def test_effects_are_refused_with_their_line(name: str) -> None:
-    fn, primitive, code = EFFECTS[name]
-    with pytest.raises(TraceError, match=r"has effects that cannot be distributed.*keep them outside") as caught:
-        planned(X, X, fn=fn)
-    found = re.search(rf"{primitive} \({LINE}(\d+)\)", str(caught.value))
-    assert found, caught.value
-    assert code in Path(__file__).read_text().splitlines()[int(found[1]) - 1]
 
 
 def test_without_devices_a_plan_says_how_to_get_them() -> None:

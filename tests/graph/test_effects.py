@@ -137,6 +137,14 @@ def looping(x: Any) -> Any:
     return jax.lax.scan(body, x[0], x)[0]
 
 
+def branching(x: Any) -> Any:
+    def printing(v: Any) -> Any:
+        jax.debug.print("{}", v)
+        return v
+
+    return jax.lax.cond(x[0, 0] > 0, jax.jit(printing), jnp.sin, x)
+
+
 def quiet(x: Any) -> None:
     jax.debug.print("{}", x)
 
@@ -144,8 +152,18 @@ def quiet(x: Any) -> None:
 REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "ordered print": (ordered, r"debug_print \(.*\), which is ordered: without ordered=True", "jax.debug.print("),
     "ordered callback": (ordered_callback, r"debug_callback \(.*\), which is ordered", "jax.debug.callback("),
-    "a call with effects": (saving, r"io_callback \(.*\); remove them, or keep", "io_callback(lambda"),
+    "a call with effects": (
+        saving,
+        r"has effects that cannot be distributed.*io_callback \(.*\); remove them, or keep them outside",
+        "io_callback(lambda",
+    ),
     "an ordered call": (lambda x: saving(x, True), r"io_callback \(.*\), which is ordered", "io_callback(lambda"),
+    "a call in a loop": (
+        lambda x: jax.lax.scan(lambda c, row: (saving(c[None])[0], None), x[0], x)[0],
+        r"io_callback \(.*\)",
+        "io_callback(lambda",
+    ),
+    "print in a branch": (branching, r"debug_print \(.*\), which is in a loop or branch", "jax.debug.print("),
     "print in a loop": (looping, r"debug_print \(.*\), which is in a loop or branch: print what", "jax.debug.print("),
     "nothing returned": (quiet, r"debug_print \(.*\) is in a function that returns no array", "jax.debug.print("),
 }
