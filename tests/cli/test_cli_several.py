@@ -120,7 +120,6 @@ BAD: dict[str, tuple[list[str], str]] = {
         [*SEARCH, "--frequency", "evil=1"],
         r"frequency names 'evil', but the functions are 'train', 'eval', 'init'; did you mean 'eval'\?",
     ),
-    "never called": ([*SEARCH, "--frequency", "train=0", "--frequency", "eval=0"], r"frequency is 0 of all .*"),
     "advice": ([*SEARCH, "--advise"], r"--advise is about one function: leave it out, or pick one with --function; .*"),
     "expected of none": (
         [*SEARCH, "--expect", "model.py:8=3"],
@@ -135,7 +134,6 @@ BAD: dict[str, tuple[list[str], str]] = {
         r"--ratios names the function 'train', but there is one alone: leave the name out",
     ),
     "state of nothing": ([*SEARCH[:-2], "--state", "eval:[0]=[7]"], r"state has '\[0\]' of 'eval' be '\[7\]', but .*"),
-    "eval without state": (SEARCH[:-2], r"'eval' neither takes nor returns the state of 'train', .*"),
 }
 
 

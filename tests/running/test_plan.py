@@ -65,24 +65,6 @@ def test_arguments_of_every_kind_are_not_traced_again(plan: Plan) -> None:
     assert plan.lowered.traces == 1
 
 
-@pytest.mark.parametrize(
-    ("shape", "types"),
-    [
-        ((4,), (AxisType.Explicit,)),
-        ((2, 2), (AxisType.Auto, AxisType.Explicit)),
-        ((1, 4), (AxisType.Explicit, AxisType.Explicit)),
-        ((2, 2), (AxisType.Auto, AxisType.Auto)),
-    ],
-)
-def test_meshes_of_every_kind(shape: tuple[int, ...], types: tuple[AxisType, ...]) -> None:
-    args = step_args()
-    mesh = mesh_of(4, shape, types)
-    plan = make_plan(step, args, mesh=mesh)
-    assert_same(plan(*plan.shard(*args)), jax.jit(step)(*args), plan)
-    with jax.set_mesh(mesh):
-        assert_same(plan(*args), jax.jit(step)(*args), plan)
-
-
 def test_donation_frees_the_state_and_leaves_what_was_given(plan: Plan) -> None:
     given = jax.tree.map(jnp.asarray, step_args())
     state, batch = plan.shard(*given)

@@ -20,7 +20,8 @@ from hapsynth.plan import Form
 
 def test_x64() -> None:
     def fn(x: Any, i: Any, n: Any, s: Any) -> Any:
-        return x[i] * s + n, i.sum(), jnp.argmax(x, 0), n + 1, x.astype(jnp.float32) * s
+        narrow = x.astype(jnp.float32)
+        return x[i] * s + n, i.sum(), jnp.argmax(x, 0), n + 1, narrow * s, narrow @ x.T, i // 2, i.astype(np.int32)
 
     args = (floats(6, 3).astype(np.float64), np.arange(5) % 3, 4, 0.5)
     with jax.enable_x64(True):
