@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster_files import CARD, GOOD, WIRE, load
+from cluster_files import CARD, GOOD, WIRE, assert_refused, load
 
 from hapsynth.cluster.cluster import Cluster, ClusterError, DeviceKind, Link
 
@@ -57,11 +57,7 @@ BAD = {
 def test_bad_file(tmp_path: Path, old: str, new: str, says: list[str]) -> None:
     assert load(tmp_path, GOOD).n == 4
     assert old in GOOD
-    with pytest.raises(ClusterError) as error:
-        load(tmp_path, GOOD.replace(old, new))
-    for part in [str(tmp_path / "c.toml"), *says]:
-        assert part in str(error.value)
-    assert str(error.value).count("c.toml") == 1
+    assert_refused(tmp_path, GOOD.replace(old, new), says)
 
 
 BAD_KINDS = {
@@ -100,10 +96,7 @@ BAD_KINDS = {
 
 @pytest.mark.parametrize(("text", "says"), BAD_KINDS.values(), ids=BAD_KINDS)
 def test_bad_kind(tmp_path: Path, text: str, says: list[str]) -> None:
-    with pytest.raises(ClusterError) as error:
-        load(tmp_path, f"{GOOD}\n[kinds.x]\n{text}")
-    for part in [str(tmp_path / "c.toml"), *says]:
-        assert part in str(error.value)
+    assert_refused(tmp_path, f"{GOOD}\n[kinds.x]\n{text}", says)
 
 
 def test_kinds_that_nothing_joins(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cluster_files import OF_KIND, assert_refused, load
 from hypothesis import given
 from hypothesis import strategies as st
 
 import hapsynth
-from hapsynth.cluster.cluster import Cluster, ClusterError
+from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.toml_format import to_toml
 from hapsynth.graph.trace import trace
@@ -111,15 +112,8 @@ BAD = {
 
 @pytest.mark.parametrize(("text", "says"), BAD.values(), ids=BAD)
 def test_bad_files(text: str, says: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "c.toml"
-    network = 'network = {bandwidth = "1 GB/s", latency = "1 us"}'
-    head = f'{network}\n[[devices]]\nkind = "x"\ncount = 2\n[kinds.x]\nbase = "T4"\n'
-    file.write_text(head)
-    assert Cluster.load(file).n == 2
-    file.write_text(head + text)
-    with pytest.raises(ClusterError) as error:
-        Cluster.load(file)
-    assert all(part in str(error.value) for part in (str(file), *says)), str(error.value)
+    assert load(tmp_path, OF_KIND).n == 2
+    assert_refused(tmp_path, OF_KIND + text, says)
 
 
 def test_what_was_not_measured_counts_as_something_else() -> None:

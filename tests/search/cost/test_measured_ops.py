@@ -7,6 +7,7 @@ import graphs
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cluster_files import OF_KIND, assert_refused
 from jax import lax
 from measured_ops import STEP, named, only, step, struct
 
@@ -56,9 +57,6 @@ def test_files_hold_ops(tmp_path: Path) -> None:
     assert (twice.op, twice.curve) == ("dot_general f32[8,8] f32[8,8]", CURVE.scaled(2.0))
 
 
-HEAD = (
-    'network = {bandwidth = "1 GB/s", latency = "1 us"}\n[[devices]]\nkind = "x"\ncount = 2\n[kinds.x]\nbase = "T4"\n'
-)
 BAD: dict[str, tuple[str, str, list[str]]] = {
     "class": ("matmull:0123456789ab", "", ["ops.matmull:0123456789ab", "did you mean 'matmul'?"]),
     "no digest": ("matmul", "", ["ops.matmul is no signature", "hapsynth profile"]),
@@ -77,11 +75,7 @@ BAD: dict[str, tuple[str, str, list[str]]] = {
 
 @pytest.mark.parametrize(("signature", "text", "says"), BAD.values(), ids=BAD)
 def test_bad_entries(signature: str, text: str, says: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text(f'{HEAD}[kinds.x.ops."{signature}"]\n{text}\n')
-    with pytest.raises(ClusterError) as error:
-        Cluster.load(file)
-    assert all(part in str(error.value) for part in (str(file), *says)), str(error.value)
+    assert_refused(tmp_path, f'{OF_KIND}[kinds.x.ops."{signature}"]\n{text}\n', says)
 
 
 def test_a_kind_refuses_what_is_no_signature() -> None:
