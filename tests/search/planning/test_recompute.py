@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from seeds import each_of
 from slow_devices import first_devices, slow_cluster
 from wide_activations import ARGS, F32, LAYERS, ROWS, WIDTH, step
 from zoo import language
@@ -220,7 +221,7 @@ def cheapest_by_trying(graph: Graph, at: int, seconds: list[float], price: float
     return best
 
 
-@pytest.mark.parametrize("seed", range(30))
+@each_of(range(30))
 def test_a_minimum_cut_is_the_cheapest_choice(seed: int) -> None:
     rng = np.random.default_rng(seed)
     width = lambda: int(rng.integers(1, 9))

@@ -13,6 +13,7 @@ import pytest
 from cp_sat import exact_makespan
 from lowering_options import ALONE
 from orders import random_order
+from seeds import each_of
 from slow_devices import SPEEDS, first_devices, thin_cluster
 
 import hapsynth
@@ -169,7 +170,7 @@ def test_what_is_made_while_others_are_sent_goes_together() -> None:
     assert schedule(tasks).makespan_s <= 1 + 12 + 4 * LATENCY
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_of(range(40))
 def test_what_pairs_come_to_is_told_without_their_tasks(seed: int) -> None:
     """Of random tasks in random orders, also of pairs that would wait for themselves."""
     rng, slower = random.Random(seed), np.array([1.0, 1.5])
@@ -202,7 +203,7 @@ def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
             yield [*rest[:k], [items[0], *block], *rest[k + 1 :]]
 
 
-@pytest.mark.parametrize("seed", range(25))
+@each_of(range(25))
 def test_bundles_and_orders_are_near_the_best_of_all(seed: int) -> None:
     """CP-SAT orders every way to bundle four collectives."""
     rng = random.Random(seed)

@@ -16,6 +16,7 @@ from control_cases import CASES
 from cp_sat import exact_makespan
 from orders import random_order
 from random_programs import RandomProgram
+from seeds import each_of
 from slow_devices import slow_cluster, thin_cluster
 from thoroughness import THOROUGH
 
@@ -60,7 +61,7 @@ def random_tasks(rng: random.Random, count: int, *, groups: int = 2, barriers: b
     return graph_of(rows)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@each_of(range(200))
 def test_the_simulator_is_exact(seed: int) -> None:
     rng = random.Random(seed)
     tasks = random_tasks(rng, rng.randint(4, 12), groups=rng.randint(1, 3))
@@ -68,7 +69,7 @@ def test_the_simulator_is_exact(seed: int) -> None:
     assert simulate(tasks, order).makespan_s == exact_makespan(tasks, order)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_of(range(60))
 def test_few_tasks_are_scheduled_at_the_optimum(seed: int) -> None:
     rng = random.Random(1000 + seed)
     tasks = random_tasks(rng, rng.randint(4, 9), groups=rng.randint(1, 2))
@@ -91,7 +92,7 @@ def test_where_list_schedules_fall_short() -> None:
     assert better >= graphs // 12
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_of(range(40))
 def test_tasks_that_are_computed_as_one(seed: int) -> None:
     """Whatever their order, each by itself takes no longer than together."""
     rng = random.Random(6000 + seed)
@@ -218,7 +219,7 @@ def test_a_wait_is_filled_with_what_fits() -> None:
     assert found.order.index(4) < found.order.index(2) < found.order.index(3)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_of(range(40))
 def test_filled_waits_make_no_schedule_longer(seed: int) -> None:
     rng = random.Random(seed)
     tasks = random_tasks(rng, rng.randint(4, 40), groups=rng.randint(1, 3))
@@ -247,7 +248,7 @@ def test_computing_is_slower_while_something_is_sent() -> None:
     assert (beside.exposed.tolist(), beside.exposed_s, beside.communication_s) == ([0, 2.5], 0, 4)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_of(range(60))
 def test_work_is_done_at_the_rate_that_contention_leaves(seed: int) -> None:
     """Every task as long as its work takes, begun as soon as it can be: what a timeline is, told another way."""
     rng = random.Random(3000 + seed)
@@ -295,7 +296,7 @@ def test_a_collective_that_begins_beside_computing_is_late() -> None:
     assert ends(rows, (0.5, 0.5)) == [1, 4.5, 2, 5.5]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_of(range(60))
 def test_no_collective_is_later_than_if_all_were_late(seed: int) -> None:
     rng = random.Random(5000 + seed)
     tasks = random_tasks(rng, rng.randint(4, 14), groups=2)
@@ -334,7 +335,7 @@ def merged(windows: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_of(range(20))
 def test_without_contention_nothing_changes(seed: int) -> None:
     tasks = random_tasks(random.Random(4000 + seed), 12)
     for field in ("start", "end"):
