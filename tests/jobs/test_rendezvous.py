@@ -1,5 +1,6 @@
 """The rendezvous between threads of one process: meeting, and every way in which a member is lost."""
 
+import inspect
 import json
 import os
 import re
@@ -19,8 +20,11 @@ import pytest
 from thoroughness import THOROUGH
 
 from hapsynth.rendezvous import client as client_module
+from hapsynth.rendezvous import peers as peers_module
+from hapsynth.rendezvous import server as server_module
 from hapsynth.rendezvous.address import JobError, Timeouts, find_address, free_ports
 from hapsynth.rendezvous.client import Client
+from hapsynth.rendezvous.meeting import _initializing
 from hapsynth.rendezvous.peers import Peers
 from hapsynth.rendezvous.server import PROTOCOL, Server, serving_host
 from hapsynth.rendezvous.wire import Channel
@@ -129,8 +133,8 @@ def test_a_process_that_is_not_heard_of(job: Job) -> None:
 
 
 def test_a_process_that_never_comes(job: Job) -> None:
-    alone = job.join(job.serve(timeouts=Often(join=2.0, silence=LIMIT_S)), 0)
-    with pytest.raises(JobError, match=r"process 1 did not come to the plan within 2 s, where process 0 waits"):
+    alone = job.join(job.serve(timeouts=Often(join=0.5, silence=LIMIT_S)), 0)
+    with pytest.raises(JobError, match=r"process 1 did not come to the plan within 0\.5 s, where process 0 waits"):
         alone.gather("first", 1, [0, 1])
 
 
@@ -227,19 +231,19 @@ def test_one_that_returns_is_waited_for(job: Job) -> None:
 
 @pytest.mark.parametrize("patient", [False, True])
 def test_a_meeting_that_waits_as_long_as_all_live(job: Job, patient: bool) -> None:
-    short = replace(PATIENT, barrier=0.5)
+    short = replace(PATIENT, barrier=0.2)
     port = job.serve(timeouts=short)
     quick, slow = job.join(port, 0, timeouts=short), job.join(port, 1, timeouts=short)
 
     def comes() -> Any:
-        time.sleep(1.5)
+        time.sleep(0.6)
         return slow.gather("save", 1, [0, 1], patient=patient)
 
     meet = lambda: at_once(lambda: quick.gather("save", 0, [0, 1], patient=patient), comes)
     if patient:
         assert meet() == [[0, 1]] * 2
     else:
-        with pytest.raises(JobError, match=r"did not come to the plan within 0\.5 s"):
+        with pytest.raises(JobError, match=r"did not come to the plan within 0\.2 s"):
             meet()
 
 
@@ -330,12 +334,31 @@ def test_one_that_dies_behind_the_others_has_not_only_made_fewer_calls(job: Job,
     else:
         ahead.calls[0, 1] = 5
     connection, _ = hello(port, 1)
-    time.sleep(0.5)
+    time.sleep(3 * PATIENT.beat)
     connection.shutdown(socket.SHUT_RDWR)
     connection.close()
-    time.sleep(0.5)
+    time.sleep(3 * PATIENT.beat)
     launcher.say({"ended": 1, "how": "process 1 was killed by signal 9", "failed": True})
     assert job.reason(0) == "process 1 was killed by signal 9"
+
+
+def test_one_that_has_ended_never_comes_to_jaxs_initialization(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the others are in by their stack: before JAX knows its processes somebody's absence shows nowhere else."""
+    monkeypatch.setattr(server_module, "_INITIALIZING_S", 0.2)
+    port = job.serve()
+    launcher = Client(("localhost", port), 0, 2, PATIENT, lambda _: None, job.notes.append, here=2)
+    job.clients.append(launcher)
+    waits = job.join(port, 0)
+    waits.find_doing = _initializing
+    launcher.say({"ended": 1, "how": "process 1 ended with exit code 0", "failed": False})
+    with job.told:
+        assert not job.told.wait_for(lambda: job.reasons, 0.2 + 3 * PATIENT.beat)
+    file = inspect.getsourcefile(inspect.unwrap(jax.distributed.initialize))
+    assert file is not None
+    made: dict[str, Any] = {}
+    exec(compile("def initialize(work):\n    return work()", file, "exec"), made)
+    said = made["initialize"](lambda: job.reason(0))
+    assert said.startswith("process 1 ended with exit code 0, and process 0 waits for it in jax.distributed.initialize")
 
 
 def test_who_failed_first_is_named_though_another_says_so_first(job: Job) -> None:
@@ -360,7 +383,7 @@ def test_who_failed_first_is_named_though_another_says_so_first(job: Job) -> Non
     ],
 )
 def test_an_error_ends_the_others(job: Job, error: str, way_out: str) -> None:
-    port = job.serve()
+    port = job.serve(timeouts=replace(PATIENT, suspicion=0.1))
     # That this one is ahead of the one that fails is no fault of its own.
     job.join(port, 0).calls[0, 1] = 2
     job.join(port, 1).leave(error)
@@ -383,7 +406,7 @@ def test_two_that_do_not_reach_each_other(job: Job, before: bool) -> None:
     if not before:
         with job.told:
             # Calls stand still for long: whoever computes for minutes answers all the same.
-            assert not job.told.wait_for(lambda: job.reasons, 2 * timeouts.silence)
+            assert not job.told.wait_for(lambda: job.reasons, 1.2 * timeouts.silence)
     for a, b in ((1, 2), (2, 1)):
         others, reached = peers[a]._known
         cut = [(r, host, 1 if r == b else at, said) for r, host, at, said in others]
@@ -429,7 +452,8 @@ def test_who_never_answers_is_waited_for_some_seconds(job: Job) -> None:
     assert peers.never() == []
 
 
-def test_another_machines_loopback_address_is_nobodys() -> None:
+def test_another_machines_loopback_address_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "CONNECT_S", 0.1)
     peers = Peers(1, "127.0.0.1")
     try:
         peers.host = "192.0.2.7"
@@ -477,15 +501,16 @@ def test_who_does_not_belong_is_turned_away(job: Job, other: dict[str, Any], say
 
 
 def test_a_port_that_is_taken(job: Job) -> None:
+    hasty = replace(SOON, join=0.5, silence=0.5)
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(JobError, match=rf"localhost:{port}.*set HAPSYNTH_RENDEZVOUS=HOST:PORT to a free port"):
             Server(("localhost", port), 2, SOON)
         # What listens there says nothing.
         with pytest.raises(JobError, match="not the rendezvous of process 0"):
-            job.join(port, 1, timeouts=SOON)
-    with pytest.raises(JobError, match=r"found no rendezvous at localhost:.* within 2 s"):
-        job.join(port, 1, timeouts=SOON)
+            job.join(port, 1, timeouts=hasty)
+    with pytest.raises(JobError, match=r"found no rendezvous at localhost:.* within 0\.5 s"):
+        job.join(port, 1, timeouts=hasty)
 
 
 def test_what_is_no_message_loses_only_its_sender(job: Job) -> None:
@@ -661,7 +686,7 @@ def test_a_process_that_talks_nonsense_ends_no_thread(job: Job) -> None:
 
 
 def test_what_moves_a_terminal_is_escaped(job: Job) -> None:
-    port = job.serve()
+    port = job.serve(timeouts=replace(PATIENT, suspicion=0.1))
     job.join(port, 0)
     connection, _ = hello(port, 1, host="far\x1b[2J\nhapsynth: all is well")
     connection.sendall(json.dumps({"leave": "\x1b]0;x\x07\r\n\u202e", "calls": []}).encode() + b"\n")
