@@ -156,11 +156,11 @@ def _left(name: str) -> list[str]:
 @root
 def test_machines_are_limited_meet_and_leave_nothing(tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text("if True:" + SHOW)
-    run = [sys.executable, TOOL, "--quotas", "0.5:0.2", "--rate", "1Gbit", "--timeout", "500", "--"]
+    run = [sys.executable, TOOL, "--quotas", "1.0:0.8", "--rate", "1Gbit", "--timeout", "500", "--"]
     process = subprocess.Popen([*run, sys.executable, str(tmp_path / "show.py"), "{name}"], stdout=subprocess.PIPE)
     said = process.communicate()[0].decode()
     assert process.returncode == 0, said
-    assert "[m0] got 1000 2500" in said
+    assert "[m0] got 4000 5000" in said
     assert not _left(f"{cluster.PREFIX}{process.pid}")
 
 
@@ -168,7 +168,7 @@ def test_machines_are_limited_meet_and_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.root
 @root
 def test_processes_of_a_machine_share_its_network() -> None:
-    run = [sys.executable, TOOL, "--quotas", "0.2:0.2", "--processes", "2:1", "--", "sh", "-c"]
+    run = [sys.executable, TOOL, "--quotas", "0.6:0.6", "--processes", "2:1", "--", "sh", "-c"]
     code = "echo {i} of {n} on $(hostname) in $(readlink /proc/self/ns/net), $(cat /proc/self/cgroup | md5sum)"
     done = subprocess.run([*run, code], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -212,7 +212,7 @@ def test_a_machine_runs_no_longer_than_its_part_of_a_period() -> None:
 @root
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_it_ends_nothing_is_left(how: signal.Signals) -> None:
-    run = [sys.executable, TOOL, "--quotas", "0.5:0.2", "--", "sh", "-c", "echo here; sleep 1000"]
+    run = [sys.executable, TOOL, "--quotas", "1.0:0.8", "--", "sh", "-c", "echo here; sleep 1000"]
     # What starts these tests in the background may have had them ignore it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(run, stdout=subprocess.PIPE)
@@ -254,7 +254,7 @@ def test_what_an_earlier_run_left_is_removed() -> None:
 @root
 def test_a_process_over_its_memory_is_named() -> None:
     code = "import sys, time; x = bytearray(200 << 20); time.sleep(1000 if sys.argv[1] == 'm0' else 0)"
-    run = [sys.executable, TOOL, "--quotas", "0.5:0.3", "--memory", "1GiB:64MiB", "--", sys.executable, "-c", code]
+    run = [sys.executable, TOOL, "--quotas", "1.0:0.8", "--memory", "1GiB:64MiB", "--", sys.executable, "-c", code]
     done = subprocess.run([*run, "{name}"], capture_output=True, text=True)
     assert done.returncode == 128 + 9
     assert f"m1 was killed at its memory limit of {64 << 20} bytes" in done.stdout
