@@ -49,7 +49,7 @@ SAYS = {
 
 
 # The same is said of the same fault at another time: beside a collective, before the first plan, in the tenth step.
-LEFT_OUT = () if THOROUGH else ("killed", "srun_loading", "srun_first_step")
+LEFT_OUT = () if THOROUGH else ("killed", "raises", "srun_loading", "srun_first_step")
 # A process killed and a launcher killed have launched jobs of test_jobs.py too.
 SAMPLE = ("exit0:initialize:1",)
 

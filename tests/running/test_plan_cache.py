@@ -2,9 +2,9 @@
 
 import json
 import logging
-import subprocess
-import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from two_processes import run
 
 import hapsynth
 from hapsynth.cli.main import main
@@ -131,19 +132,16 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_anything_that_decides_a_plan_is_in_its_key(
-    what: str, folder: Path, searches: list[int], unequal: Cluster
-) -> None:
+def test_anything_that_decides_a_plan_is_in_its_key(folder: Path, searches: list[int], unequal: Cluster) -> None:
     asked: dict[str, Any] = {"fn": step, "args": arguments(), "mesh": unequal}
     plan = lambda given: hapsynth.synthesize(given.pop("fn"), given.pop("args"), given.pop("mesh"), **given)
     plan(dict(asked))
-    plan(asked | OTHERS[what])
-    assert len(entries(folder)) == 2
-    before = len(searches)
-    assert before >= 1
-    plan(asked | OTHERS[what])
-    assert len(searches) == before
+    for known, (what, other) in enumerate(OTHERS.items(), 1):
+        plan(asked | other)
+        assert len(entries(folder)) == known + 1, what
+        before = len(searches)
+        plan(asked | other)
+        assert len(searches) == before > known, what
 
 
 def test_how_often_a_loop_runs_is_in_the_key(folder: Path, searches: list[int], unequal: Cluster) -> None:
@@ -153,22 +151,20 @@ def test_how_often_a_loop_runs_is_in_the_key(folder: Path, searches: list[int], 
     assert len(searches) == len(entries(folder)) == 2
 
 
-@pytest.mark.parametrize("what", ["numerics", "version", "source"])
-def test_so_is_what_it_computes_with(
-    what: str, folder: Path, searches: list[int], unequal: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hapsynth.synthesize(step, arguments(), unequal)
-    match what:
-        case "numerics":
-            with jax.numpy_rank_promotion("raise"):
-                hapsynth.synthesize(step, arguments(), unequal)
-        case "version":
-            monkeypatch.setattr(jax, "__version__", "0.0.1")
+def test_so_is_what_it_computes_with(folder: Path, searches: list[int], unequal: Cluster) -> None:
+    """What numbers are, the version of JAX, hapsynth's source."""
+    others = (jax.numpy_rank_promotion("raise"), patched(jax, "__version__", "0.0.1"))
+    for known, other in enumerate((nullcontext(), *others, patched(plan_cache, "_source", lambda: "edited")), 1):
+        with other:
             hapsynth.synthesize(step, arguments(), unequal)
-        case _:
-            monkeypatch.setattr(plan_cache, "_source", lambda: "edited")
-            hapsynth.synthesize(step, arguments(), unequal)
-    assert len(searches) == len(entries(folder)) == 2
+        assert len(searches) == len(entries(folder)) == known
+
+
+@contextmanager
+def patched(where: Any, name: str, value: Any) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, value)
+        yield
 
 
 def flipped(text: str) -> str:
@@ -195,30 +191,24 @@ def signed(entry: Any) -> str:
     return f"{plan_cache.hashlib.sha256(content.encode()).hexdigest()}\n{content}"
 
 
-@pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:-9], flipped, edited, of_another_task])
 def test_a_damaged_entry_is_named_and_replaced(
-    damage: Any, folder: Path, searches: list[int], unequal: Cluster, caplog: pytest.LogCaptureFixture
+    folder: Path, searches: list[int], unequal: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     cost = hapsynth.synthesize(step, arguments(), unequal).cost
     (entry,) = entries(folder)
-    whole = entry.read_text()
-    entry.write_text(damage(whole))
-    with caplog.at_level(logging.WARNING):
-        assert hapsynth.synthesize(step, arguments(), unequal).cost == cost
-    assert str(entry) in caplog.text
-    assert "searched for anew" in caplog.text
-    assert len(searches) == 2
-    assert entry.read_text() == whole
-    hapsynth.synthesize(step, arguments(), unequal)
-    assert len(searches) == 2
-
-
-def test_bytes_that_are_no_text(folder: Path, unequal: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    hapsynth.synthesize(step, arguments(), unequal)
-    (entry,) = entries(folder)
-    entry.write_bytes(b"\xff\xfe\x00")
-    hapsynth.synthesize(step, arguments(), unequal)
-    assert str(entry) in caplog.text
+    whole = entry.read_bytes()
+    cut_short: Any = (lambda text: "", lambda text: text[:-9])
+    damaged = [damage(whole.decode()).encode() for damage in (*cut_short, flipped, edited, of_another_task)]
+    for known, content in enumerate((*damaged, b"\xff\xfe\x00"), 2):
+        entry.write_bytes(content)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert hapsynth.synthesize(step, arguments(), unequal).cost == cost
+        assert str(entry) in caplog.text
+        assert "searched for anew" in caplog.text
+        assert entry.read_bytes() == whole
+        hapsynth.synthesize(step, arguments(), unequal)
+        assert len(searches) == known
 
 
 def test_writers_at_the_same_time(folder: Path, searches: list[int], unequal: Cluster) -> None:
@@ -297,18 +287,17 @@ def test_the_command_line(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second search finds what the first has kept, which ran in a process of its own."""
-    search = [sys.executable, "-m", "hapsynth", "search", "model.py", "--cluster", "mixed.toml", "-v"]
-    environment = {**plan_cache.os.environ, CACHE_DIR: str(tmp_path / "plans"), "JAX_PLATFORMS": "cpu"}
-    first = subprocess.run(search, cwd=files, env=environment, capture_output=True, text=True, check=True)
-    monkeypatch.setenv(CACHE_DIR, environment[CACHE_DIR])
-    assert main(search[3:]) == 0
+    search = ["search", "model.py", "--cluster", "mixed.toml", "-v"]
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path / "plans"))
+    (first,) = run("import sys; from hapsynth.cli.main import main; sys.exit(main(sys.argv[1:]))", [search])
+    assert main(search) == 0
     second = capsys.readouterr()
-    assert main([*search[3:], "--no-cache"]) == 0
+    assert main([*search, "--no-cache"]) == 0
     third = capsys.readouterr()
-    assert "hapsynth search: not in the plan cache: " in first.stderr
+    assert "hapsynth search: not in the plan cache: " in first
     assert "hapsynth search: found in the plan cache: " in second.err
     assert "cache" not in third.err
     # How long it took, and what a search says besides of baselines.
-    only = ("planned in", "gain", "        ")
+    only = ("planned in", "gain", "        ", "hapsynth search: ")
     certificate = lambda text: [line for line in text.splitlines() if not line.startswith(only)]
-    assert certificate(first.stdout) == certificate(second.out) == certificate(third.out)
+    assert certificate(first) == certificate(second.out) == certificate(third.out)
