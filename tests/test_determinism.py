@@ -30,6 +30,16 @@ for axes in ((("hap", 8),), (("a", 2), ("b", 4))):
     file = plan_to_dict(plan.traced, plan.result, plan.cluster)
     print(json.dumps(file))
 """
+SOLVED = """
+import hashlib
+
+from hapsynth.search.solver import solve
+from pairwise_problems import TrainingLike, grid, knotted_problem, middle_problem
+
+for problem in (TrainingLike(20).problem(), grid(6), knotted_problem(1, 1), middle_problem(2, True)):
+    s = solve(problem)
+    print(hashlib.sha256(s.assignment.tobytes()).hexdigest(), s.cost.hex(), s.lower_bound.hex(), s.expanded, s.sweeps)
+"""
 
 
 SEVERAL = """
@@ -57,21 +67,21 @@ SEEDS = ("own", "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2")
 def test_the_hash_seed_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On one axis and on two; and of the files that two searches write, in which there is no wall-clock time: `--json`
-    has that."""
+    """On one axis and on two, of solutions of single problems, and of the files that two searches write, in which there
+    is no wall-clock time: `--json` has that."""
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text(MODEL + SEVERAL)
     Path("mixed.toml").write_text(CLUSTER)
     here = Path(__file__).parent / "support"
     path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONHASHSEED": SEEDS[1], "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    run = [sys.executable, "-c", PLANNED + SEARCHES, SEEDS[1]]
+    run = [sys.executable, "-c", PLANNED + SOLVED + SEARCHES, SEEDS[1]]
     other = subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout
     monkeypatch.setattr(sys, "argv", ["", SEEDS[0]])
-    exec(PLANNED + SEARCHES, {})
+    exec(PLANNED + SOLVED + SEARCHES, {})
     own = capsys.readouterr().out
-    assert all('"S(0)' in file for file in own.splitlines()), "something is cut"
-    assert own.count("\n") == 2
+    assert all('"S(0)' in file for file in own.splitlines()[:2]), "something is cut"
+    assert own.count("\n") == 2 + 4
     assert own == other
     for target in ("target", "several"):
         first, second = (Path(f"{target}{seed}.json").read_bytes() for seed in SEEDS)

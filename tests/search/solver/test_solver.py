@@ -2,12 +2,8 @@
 
 import heapq
 import itertools
-import os
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,31 +238,6 @@ def test_ctrl_c_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch):
     assert solve(problem, start=start).cost == problem.cost(start)
     with pytest.raises(KeyboardInterrupt):
         solve(problem)
-
-
-_DIGEST = """
-import hashlib
-from hapsynth.search.solver import solve
-from pairwise_problems import TrainingLike, grid, knotted_problem, middle_problem
-for problem in (TrainingLike(20).problem(), grid(6), knotted_problem(1, 1), middle_problem(2, True)):
-    s = solve(problem)
-    print(hashlib.sha256(s.assignment.tobytes()).hexdigest(), s.cost.hex(), s.lower_bound.hex(), s.expanded, s.sweeps)
-"""
-
-
-def test_the_hash_seed_changes_nothing():
-    here = Path(__file__).parents[2] / "support"
-    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", _DIGEST],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
-            capture_output=True, text=True, check=True,
-        ).stdout
-        for seed in ("0", "1")
-    }  # fmt: skip
-    assert len(found) == 1
-    assert len(found.pop().split()) == 20
 
 
 def test_what_costs_little_enough_ends_a_search() -> None:
