@@ -206,7 +206,7 @@ TASKS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("again-100 MB/s")
 @pytest.mark.parametrize(("name", "bandwidth"), [*product(TASKS, ["100 MB/s", "400 MB/s", "2 GB/s", "20 GB/s"])])
 def test_no_program_that_communicates_or_changes_its_ratio_is_below_the_bound(name: str, bandwidth: str) -> None:
     """The best program whose instructions are each at one of two ratios, resharing between them where that pays."""
@@ -227,7 +227,7 @@ def test_no_program_that_communicates_or_changes_its_ratio_is_below_the_bound(na
     assert max(gained) > 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("again-100 MB/s")
 @pytest.mark.parametrize("bandwidth", ["100 MB/s", "2 GB/s"])
 @pytest.mark.parametrize("name", TASKS)
 def test_nothing_costs_more_than_at_ratios_in_its_ranges(name: str, bandwidth: str) -> None:

@@ -222,7 +222,7 @@ def test_a_branch_without_programs_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("all_rounds")
-@pytest.mark.few(1)
+@pytest.mark.few("taken again on hosts")
 @pytest.mark.parametrize("name", ["several results", "taken again on hosts", "tied", "layers"])
 def test_no_program_of_a_branch_is_below_its_bound(name: str) -> None:
     given = case(name)
