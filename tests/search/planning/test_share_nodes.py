@@ -145,7 +145,7 @@ def test_no_program_at_any_ratios_is_below_the_bound(seed: int) -> None:
         assert bound <= least * (1 + 1e-9)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("pooled-100 MB/s")
 @pytest.mark.parametrize(("name", "bandwidth"), [*product(TASKS, ["100 MB/s", "20 GB/s"])])
 def test_no_program_that_moves_rows_is_below_it_at_a_price_of_memory(name: str, bandwidth: str) -> None:
     """The best program whose instructions are each at one of two ratios, with what it holds at some op."""
