@@ -8,7 +8,8 @@ at fixed ratios, solved exactly, passed through the checker and costed with the 
     zero1                data parallel, optimizer state cut evenly along its longest dimension (Rajbhandari et al.
                          2020): gradients are all-reduced, each device updates its part, new parameters are gathered
     zero2                the same with gradients reduced to where the state lies: less of both memory and bytes
-    zero3                parameters cut like the state, and gathered again for every use
+    zero3                parameters cut like the state, and gathered again for every use; with collectives beside
+                         computing once for all uses where that is faster and fits (FSDP's reshard_after_forward)
     expert_parallel      data parallel, but each device holds some of the experts whole and tokens go where theirs are
                          (GShard: Lepikhin et al. 2020); only where there are experts
     expert_zero2         the same with all other weights as in ZeRO-2 (DeepSpeed-MoE: Rajbhandari et al. 2022)
@@ -181,16 +182,17 @@ class Baselines:
 
     def overlapped(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
         """A baseline in the order found that takes the least with its collectives beside computing, of those in which
-        it fits: by the steps that it has, or those that go together, also without gathers that are there already.
-        `tasks`: its own, where they are known."""
-        plain, sizes = baseline.program, baseline.sizes
-        programs = {id(p): p for p in (plain, without_unread(plain, self.graph))}
-        for program in [*programs.values()]:
-            together = by_cheapest_steps(program, sizes, self.costs, bundled=True)
-            programs[id(together)] = together
-        others = (replace(baseline, program=p, fits=self._fits(p, sizes)) for p in programs.values() if p is not plain)
-        found = [self._scheduled(baseline, tasks), *map(self._scheduled, others)]
-        return min(found, key=lambda b: (not b.fits, b.cost_s))
+        it fits: by the steps that it has, or those that go together, without a gather that nothing reads before it is
+        made again. `tasks`: its own, where they are known."""
+        plain = without_unread(baseline.program, self.graph)
+        if plain is not baseline.program:
+            baseline, tasks = replace(baseline, program=plain, fits=self._fits(plain, baseline.sizes)), None
+        found = self._scheduled(baseline, tasks)
+        together = by_cheapest_steps(plain, baseline.sizes, self.costs, bundled=True)
+        if together is plain:
+            return found
+        other = replace(baseline, program=together, fits=self._fits(together, baseline.sizes))
+        return min(found, self._scheduled(other), key=lambda b: (not b.fits, b.cost_s))
 
     def _scheduled(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
         timeline = schedule(tasks or tasks_of(baseline.program, baseline.sizes, self.costs, dominated=False))
