@@ -31,8 +31,9 @@ from hapsynth.running.base import P, Planned
 
 logger = logging.getLogger(__name__)
 
-_LEAST_EVERY = 100
-_APART = 50
+_EVERY, _PROBING = 100, 0.02
+"""The calls between two measurements by default, at least, and the largest fraction of the time for which training
+stands still to measure."""
 
 
 class Monitor(Generic[P]):
@@ -81,8 +82,8 @@ class Monitor(Generic[P]):
         check_gain("threshold", threshold)
         if plan.mesh is None:
             raise RuntimeError("this plan has no devices to watch: load it where they are, with hapsynth.load")
-        self.every = _every(plan, probe_s) if every is None else every
-        self.threshold, self.probe_s = threshold, probe_s
+        self.plan, self.threshold, self.probe_s = plan, threshold, probe_s
+        self.every = self._default_every() if every is None else every
         self._measured: deque[float] = deque(maxlen=window)
         self._given: list[float] = []
         self._steps = 0
@@ -113,10 +114,17 @@ class Monitor(Generic[P]):
         if self._meetings is not None and (self._steps + 1) % self.every == 0:
             self._meetings.measured = True
 
+    def _default_every(self) -> int:
+        """The calls from one measurement to the next."""
+        if self._meetings is not None or not self.plan.cost:
+            return _EVERY
+        return max(_EVERY, math.ceil(self.probe_s / (_PROBING * self.plan.cost)))
+
     @property
     def _meetings(self) -> ComputeTimer | None:
         """Of a plan whose calls can be measured."""
-        return _meetings(self.plan)
+        lowered = self.plan.lowered
+        return lowered.meetings if isinstance(lowered, Staged) and lowered.meetings.possible else None
 
     @cached_property
     def _probe(self) -> Probe:
@@ -163,18 +171,6 @@ class Monitor(Generic[P]):
         assert self.plan.mesh is not None
         predicted = float(busy_seconds(self.plan)[local_numbers(self.plan.mesh)].max())
         return statistics.median(seconds) / predicted if predicted else 1.0
-
-
-def _meetings(plan: Planned) -> ComputeTimer | None:
-    lowered = plan.lowered
-    return lowered.meetings if isinstance(lowered, Staged) and lowered.meetings.possible else None
-
-
-def _every(plan: Planned, probe_s: float) -> int:
-    """The calls from one measurement to the next where nobody says."""
-    if _meetings(plan) is not None or not plan.cost:
-        return _LEAST_EVERY
-    return max(_LEAST_EVERY, math.ceil(_APART * probe_s / plan.cost))
 
 
 def _is_positive(value: Any) -> bool:

@@ -147,6 +147,7 @@ def trace(
             if lost:
                 raise TraceError(_changed_in_place(lost))
     except Exception as error:
+        # An error of the function's own goes on as it is.
         if (text := advice(error)) is None:
             raise
         raise TraceError(text) from error

@@ -23,7 +23,15 @@ from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collective_order import Each, as_it_is
-from hapsynth.lower._collectives import LOWERINGS, blocks_of, exchange, exchange_first, join_numbers, joined, receive
+from hapsynth.lower._collectives import (
+    LOWERINGS,
+    blocks_of,
+    exchange,
+    exchange_first,
+    join_numbers,
+    joined_blocks,
+    receive,
+)
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import is_pinned
 
@@ -159,4 +167,4 @@ def _joined(step: Convert, x: Any, sent: Sequence[int], n: int) -> Any:
         shape[step.target[step.axis].dim] //= n
     if not step.collective.joins:
         return x.reshape(shape)
-    return joined(x.reshape(n, *shape), step.source[step.axis].dim)
+    return joined_blocks(x.reshape(n, *shape), step.source[step.axis].dim)

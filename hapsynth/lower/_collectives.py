@@ -262,7 +262,7 @@ class BalancedGatherLowering(BalancedLowering):
         evenly = _Evenly.of(sizes, step)
         shard = evenly.recut.receive(evenly.recut.exchange(name, x, each=each), evenly.here(name))
         flat = _gloo.all_gather(shard.reshape(-1), name, 0, gloo, each)
-        return joined(flat.reshape(-1, *shard.shape), evenly.dim)
+        return joined_blocks(flat.reshape(-1, *shard.shape), evenly.dim)
 
     def alone(self, sizes: Sizes, step: Convert, x: jax.Array) -> jax.Array:
         evenly = _Evenly.of(sizes, step)
@@ -304,7 +304,7 @@ def blocks_of(x: jax.Array, dim: int, n: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :]), dim, 0)
 
 
-def joined(x: Any, dim: int) -> Any:
+def joined_blocks(x: Any, dim: int) -> Any:
     """The inverse of `blocks_of`, of JAX's array or NumPy's."""
     n, *block = x.shape
     block[dim] *= n

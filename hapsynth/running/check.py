@@ -51,7 +51,7 @@ class CheckReport:
 
     `widened`: the plan is at most 4 times as far as the function on one device is from the same function with its
     floats kept in 64 bits (`hapsynth.running.widened`), in the largest difference and in the root mean square; on more
-    than 8 devices 4 x sqrt(devices / 8) times, since a sum over them is rounded at each. A
+    than 5 devices 4 x sqrt(devices / 5) times, since a sum over them is rounded at each. A
     function of bfloat16 or float16 rounds so coarsely that two right programs differ by more than `rtol`; a wrong
     program is further off than rounding. How far the function is: the most at its arguments and at a few that are close
     by, since a single number may be exact by luck. Its error is then `rtol` where the plan is as far as it may be. Of

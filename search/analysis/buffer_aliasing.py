@@ -10,7 +10,7 @@ from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.rules.registry import is_fusible
 
 _MOVES = ("transpose", "tile", "rev", "select_and_scatter_add")
-_UPDATES = (
+UPDATES = (
     "dynamic_update_slice",
     "scatter",
     "scatter_add",
@@ -19,6 +19,7 @@ _UPDATES = (
     "scatter_max",
     "scatter_sub",
 )
+"""Ops that write an update into their first operand, by their names with underscores."""
 
 
 def overwritten(graph: Graph, stored: Sequence[bool]) -> list[tuple[int, ...]]:
@@ -30,7 +31,7 @@ def overwritten(graph: Graph, stored: Sequence[bool]) -> list[tuple[int, ...]]:
     for op in graph.ops:
         if len(op.results) != 1 or not stored[op.results[0]]:
             found.append(())
-        elif op.name.replace("-", "_") in _UPDATES:
+        elif op.name.replace("-", "_") in UPDATES:
             first = op.operands[0]
             found.append((first,) if isinstance(first, int) and stored[first] else ())
         else:

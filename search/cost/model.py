@@ -32,6 +32,7 @@ from hapsynth.instructions.rules.contraction import CONTRACTIONS, is_precise
 from hapsynth.instructions.rules.factor_table import FactorTable, cut_nodes
 from hapsynth.instructions.rules.registry import flops_of, is_fusible
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
+from hapsynth.search.analysis.buffer_aliasing import UPDATES
 from hapsynth.search.analysis.fusion import FusionPlan, launches, materialized, turned
 from hapsynth.search.analysis.liveness import Liveness
 from hapsynth.search.analysis.numbering import Numbering
@@ -300,7 +301,7 @@ class CostModel:
     def _updates_in_place(self, op: Op) -> bool:
         """Whether an op writes into what nothing else needs, so that XLA copies nothing of it."""
         graph = self.graph
-        updated = op.operands[0] if op.name == "dynamic_update_slice" or op.name.startswith("scatter") else None
+        updated = op.operands[0] if op.name.replace("-", "_") in UPDATES else None
         if not isinstance(updated, int) or len(op.results) != 1 or updated in self._lasting:
             return False
         lies = self._materialized[updated] and self._materialized[op.results[0]]

@@ -9,7 +9,8 @@ at fixed ratios, solved exactly, passed through the checker and costed with the 
                          2020): gradients are all-reduced, each device updates its part, new parameters are gathered
     zero2                the same with gradients reduced to where the state lies: less of both memory and bytes
     zero3                parameters cut like the state, and gathered again for every use; with collectives beside
-                         computing once for all uses where that is faster and fits (FSDP's reshard_after_forward)
+                         computing once for all uses where that is faster and fits (FSDP's
+                         reshard_after_forward=False)
     expert_parallel      data parallel, but each device holds some of the experts whole and tokens go where theirs are
                          (GShard: Lepikhin et al. 2020); only where there are experts
     expert_zero2         the same with all other weights as in ZeRO-2 (DeepSpeed-MoE: Rajbhandari et al. 2022)

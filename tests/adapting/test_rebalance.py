@@ -355,7 +355,7 @@ def test_a_monitor_stops_training_for_a_fiftieth_of_the_time(plan: Plan, monkeyp
     assert plan.mesh is not None
     timer = ComputeTimer(plan.mesh)
     timer.possible = True
-    monkeypatch.setattr("hapsynth.adapting.monitor._meetings", lambda plan: timer)
+    monkeypatch.setattr(Monitor, "_meetings", timer)
     assert Monitor(plan).every == 100
 
 
