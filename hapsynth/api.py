@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
@@ -26,6 +27,7 @@ from hapsynth._options import (
 )
 from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.cluster.cluster import Cluster
+from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.staging.options import LoweringOptions
@@ -47,6 +49,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _LEAST_S = 0.05
 """Seconds for planning where tracing has used up the time budget."""
+_EXACT = (
+    "form='fused' (--form fused) for a job of several processes, or 'staged', may, as each device is then limited by "
+    "its own memory"
+)
+_RECOMPUTE = "recompute=True (--recompute) may, by making values again later rather than holding them"
 
 
 @overload
@@ -231,21 +238,22 @@ def synthesize(
     if isinstance(fn, Mapping):
         if recompute:
             raise TypeError("recompute is for one function: use jax.checkpoint in these, or plan one by itself")
-        return synthesize_several(
-            cast(Functions, fn),
-            example_args,
-            devices,
-            cluster,
-            example_kwargs=example_kwargs,
-            carry=carry,
-            expect=expect,
-            fixed=fixed,
-            ratios=cast(RatiosOfEach | None, ratios),
-            frequency=frequency,
-            state=state,
-            options=options,
-            form=form,
-        )
+        with _hinting(options, cluster):
+            return synthesize_several(
+                cast(Functions, fn),
+                example_args,
+                devices,
+                cluster,
+                example_kwargs=example_kwargs,
+                carry=carry,
+                expect=expect,
+                fixed=fixed,
+                ratios=cast(RatiosOfEach | None, ratios),
+                frequency=frequency,
+                state=state,
+                options=options,
+                form=form,
+            )
     if frequency is not None or state is not None:
         what = "frequency" if frequency is not None else "state"
         raise TypeError(f"{what} is for several functions; give a dict of functions, e.g. {{'train': fn}}")
@@ -290,10 +298,11 @@ def synthesize(
             return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
 
     left = None if time_budget_s is None else max(_LEAST_S, time_budget_s - trace_s)
-    if recompute:
-        graph, result = planned_to_fit(traced.graph, task, left)
-    else:
-        graph, result = traced.graph, _or_hint(ClusterPlanner(task(traced.graph, left)))
+    with _hinting(options, cluster, "" if recompute else _RECOMPUTE):
+        if recompute:
+            graph, result = planned_to_fit(traced.graph, task, left)
+        else:
+            graph, result = traced.graph, ClusterPlanner(task(traced.graph, left)).run()
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
     traced, result = replace(traced, graph=graph), replace(result, timings_s=timings)
     logger.info("planned in %.1f s: %.4g s a step, gap %.2g", timings["total_s"], result.cost_s, result.gap)
@@ -313,10 +322,14 @@ def _tell_small_gain(options: PlanningOptions, result: Result) -> None:
         warn_user(text, OverlapWarning)
 
 
-def _or_hint(planner: ClusterPlanner) -> Result:
-    """A plan; where nothing fits, what may help is named."""
+@contextmanager
+def _hinting(options: PlanningOptions, cluster: Cluster, *hints: str) -> Generator[None]:
+    """Where nothing fits, what may help is named: `hints`, and another form where the memory of the smallest device
+    limits larger ones."""
     try:
-        return planner.run()
+        yield
     except InfeasibleError as error:
-        text = f"{error}; recompute=True (--recompute) may, by making values again later rather than holding them"
+        limits = MemoryBudget.of(cluster, options.memory_limit).limits
+        unlike = not options.exact and min(limits) < max(limits)
+        text = "; ".join([str(error), *([_EXACT] if unlike else []), *filter(None, hints)])
         raise InfeasibleError(text, error.needs, error.excess) from error

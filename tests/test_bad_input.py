@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -33,6 +34,12 @@ def step(state: Any, batch: Any) -> Any:
 
 def planned(*args: Any, fn: Any = step, mesh: Any = CLUSTER, **options: Any) -> Plan:
     return hapsynth.synthesize(fn, args or (STATE, X), mesh, leave_out=False, **options)
+
+
+def unlike_memory(*nbytes: int) -> Cluster:
+    """A cluster of as many devices."""
+    cluster = slow_cluster(range(1, len(nbytes) + 1))
+    return replace(cluster, devices=tuple(replace(k, memory=n) for k, n in zip(cluster.devices, nbytes, strict=True)))
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +179,17 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         InfeasibleError,
         r"no program fits: device 0 \(x2.0\) has 9.537e-05 MiB and the smallest program found needs [\d.]+ MiB, "
         r"[\d.e-]+ MiB too much \(every program needs [\d.]+ MiB or more\); a device with that much memory, more "
-        r"devices, or a smaller batch would fit",
+        r"devices, or a smaller batch would fit; recompute=True \(--recompute\) may, [^;]*$",
+    ),
+    "too little memory on one device": (
+        lambda: planned(mesh=unlike_memory(100, 10**9)),
+        InfeasibleError,
+        r"would fit; form='fused' \(--form fused\) for a job of several processes, or 'staged', may, .*; recompute",
+    ),
+    "too little memory in exact shards": (
+        lambda: planned(mesh=unlike_memory(100, 200), form="fused"),
+        InfeasibleError,
+        r"would fit; recompute=True",
     ),
 }
 
@@ -205,6 +222,13 @@ def test_static_arguments_are_to_be_given_beforehand(kwargs: dict[str, bool]) ->
     with pytest.raises(TraceError, match=r"static argument.*beforehand, as in functools.partial\(step, train=True\)"):
         hapsynth.synthesize(fn, (X,) if kwargs else (X, True), CLUSTER, example_kwargs=kwargs)
     hapsynth.synthesize(functools.partial(fn, train=True), (X,), CLUSTER)
+
+
+def test_a_process_whose_devices_a_plan_leaves_out_is_told_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = planned(mesh=first_devices(4), cluster=CLUSTER)
+    monkeypatch.setattr(made, "mesh", SimpleNamespace(local_devices=[], is_multi_process=True))
+    with pytest.raises(RuntimeError, match=r"these devices alone .*\(hapsynth.load\), or .*leave_out=False, --all-dev"):
+        made.shard(STATE, X)
 
 
 def test_without_devices_a_plan_says_how_to_get_them() -> None:

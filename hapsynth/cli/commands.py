@@ -293,10 +293,10 @@ def _infeasible(
 
 def _shortage(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Shortage:
     def plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], on: Cluster, limit: float | None) -> Plan:
-        requested = asked(options)
-        warnings.simplefilter("ignore", ClusterWarning)  # It was said of the cluster that there is.
         # With devices left out as well, many more searches would have to fail before one is known to.
-        return synthesize(target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, leave_out=False, **requested)
+        requested: dict[str, Any] = {**asked(options), "leave_out": False}
+        warnings.simplefilter("ignore", ClusterWarning)  # It was said of the cluster that there is.
+        return synthesize(target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, **requested)
 
     return Shortage(target.fn, target.args, target.kwargs, cluster, options.memory_limit, error.needs, plan)
 

@@ -1,10 +1,10 @@
 """The command line: `hapsynth COMMAND`, of which `hapsynth --help` lists ten.
 
-The same as `python -m hapsynth`. Exit status: 0 done; 1 nothing fits, or a check failed; 2 bad usage or input, with one
-line on standard error and nothing written; 130 interrupted before all was written; that of `launch` is that of the
-process that failed first. Ctrl-C later on ends the search with the best plan so far, and so does SIGTERM. Where the
-reader of standard output goes away, as `| head` does, the rest of the report is dropped, and the command ends as it
-would have.
+The same as `python -m hapsynth`. Exit status: 0 done; 1 nothing fits, a check or the run failed, or cards differ; 2 bad
+usage or input, with one line on standard error and nothing written; 130 interrupted before all was written; that of
+`launch` is that of the process that failed first. Ctrl-C later on ends the search with the best plan so far, and so
+does SIGTERM. Where the reader of standard output goes away, as `| head` does, the rest of the report is dropped, and
+the command ends as it would have.
 """
 
 from __future__ import annotations

@@ -65,13 +65,6 @@ def parser() -> argparse.ArgumentParser:
     _add_json(search)
     search.add_argument("--program", action="store_true", help="print every instruction, not the program in brief")
     search.add_argument(
-        "--form",
-        choices=FORMS,
-        default="auto",
-        help="staged, fused: shards of exact size, each device within its own memory; switch: padded to the largest, "
-        "within the smallest device's",
-    )
-    search.add_argument(
         "--advise",
         action="store_true",
         help="plan for other clusters too: without each kind, with more of it, other networks; which is worth it",
@@ -238,7 +231,25 @@ def _add_together(parser: argparse.ArgumentParser) -> None:
 def _add_planning(parser: argparse.ArgumentParser) -> None:
     _path(parser, "--cluster", metavar="C.toml", required=True, help="the devices and links to plan for")
     parser.add_argument("--time-budget", metavar="S", type=_seconds, help="seconds; then the best so far, with its gap")
-    parser.add_argument("--memory-limit", metavar="SIZE", type=_memory, help='per device that has more, e.g. "12 GiB"')
+    parser.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        type=_memory,
+        help='bytes that each device may hold, e.g. "12 GiB"; one that has less keeps to what it has',
+    )
+    parser.add_argument(
+        "--form",
+        choices=FORMS,
+        default="auto",
+        help="staged, fused (for several processes): shards of exact size, each device within its own memory; switch, "
+        "auto: padded to the largest, within the smallest device's memory",
+    )
+    parser.add_argument(
+        "--all-devices",
+        dest="leave_out",
+        action="store_false",
+        help="leave out no device, not even one that makes the step slower",
+    )
     parser.add_argument(
         "--recompute",
         action="store_true",
@@ -344,7 +355,8 @@ def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -
     given for others."""
     alike = {
         "time_budget_s": options.time_budget,
-        "form": getattr(options, "form", "auto"),
+        "form": options.form,
+        "leave_out": options.leave_out,
         "overlap": options.overlap,
         "joint_gap": options.joint_gap,
     }

@@ -281,7 +281,8 @@ class Planned(ABC):
         if not self.mesh.local_devices:
             raise AbsentError(
                 f"the plan uses devices {list(self.devices)} of the cluster {self.cluster.name!r}, and this process "
-                "has none of them: leave it out of the run, or synthesize with leave_out=False"
+                "has none of them: start the job on these devices alone and load the plan with a mesh of them "
+                "(hapsynth.load), or plan for all (leave_out=False, --all-devices)"
             )
         given, options = (self.traced.graph, self.program, self.sizes, self.mesh), self.result.lowering
         if self.form == "staged":

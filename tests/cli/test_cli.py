@@ -104,6 +104,15 @@ def parts(text: str) -> list[list[str]]:
     return found
 
 
+def test_every_device_may_be_asked_for(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "m.py").write_text(
+        "import jax\ndef target(): return (lambda x: x @ x), (jax.ShapeDtypeStruct((8, 8), 'float32'),)\n"
+    )
+    for option, used in (("--no-cache", False), ("--all-devices", True)):
+        assert main(["search", "m.py", "--cluster", "mixed.toml", option]) == 0
+        assert ("leaves out" not in capsys.readouterr().out) == used
+
+
 @pytest.mark.parametrize("command", ["search", "compare"])
 def test_reports(command: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "model.py", "--cluster", "mixed.toml"]) == 0
