@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,8 @@ def commands() -> list[str]:
     """The lines of README and manual that call hapsynth."""
     found: dict[str, None] = {}
     for page in (ROOT / "README.md", *PAGES):
-        for block in re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL):
-            for line in block.splitlines():
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            for line in block.splitlines() if not language else ():
                 if line.startswith("hapsynth ") and "[" not in line and "..." not in line:
                     found[line.partition("  #")[0].strip()] = None
     return list(found)
@@ -82,8 +83,17 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("line", commands())
 def test_commands_of_the_manual_exist(line: str) -> None:
-    """Their options are those of the command line."""
-    parser().parse_args(shlex.split(line)[1:])
+    """Their options are those of the command line, and so are those of a command that the launcher starts."""
+    options = parser().parse_args(shlex.split(line)[1:])
+    if options.command == "launch" and options.module:
+        assert options.module[0] == "hapsynth"
+        parser().parse_args(options.module[1:])
+
+
+def test_known_gpus_are_those_of_the_table() -> None:
+    section = (DOCS / "clusters.md").read_text().partition("## Known GPUs")[2].partition("\n\n`hapsynth/cluster/")[0]
+    table = tomllib.loads((ROOT / "hapsynth" / "cluster" / "devices.toml").read_text())
+    assert re.findall(r"`([A-Z][\w-]+)`", section) == list(table)
 
 
 def test_links_lead_somewhere() -> None:
