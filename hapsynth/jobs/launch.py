@@ -130,7 +130,9 @@ class _Process:
     @property
     def how(self) -> str:
         """It ended, as a person says it, of which error and where."""
-        code = self.code or 0
+        if self.code is None:
+            return f"{self.name} still runs: this user may not signal it"
+        code = self.code
         if code >= 0:
             return f"{self.name} ended with exit code {code}{self._error() if code else ''}"
         return f"{self.name} was killed by signal {-code} ({_signal(-code)})"
@@ -208,21 +210,26 @@ class _Running:
         status."""
         while not self._received and not self._supervisor.over and self._look() and self._first is None:
             time.sleep(_POLL_S)
+        if not self._received and not self._supervisor.over and self._first is None:
+            self._supervisor.leave()
+            self._supervisor.wait_for_others(lambda: bool(self._received))
+        # A signal may have come, or the job have become over elsewhere, meanwhile.
         if self._received:
             why = f"{_signal(self._received[0])} came to the launcher on {socket.gethostname()} (pid {os.getpid()})"
             # Before any process ends of it, which would be taken for the fault.
             self._supervisor.say({"interrupted": why})
             self._supervisor.flush()
             self.end()
+            self._supervisor.leave()
             again = "a person or a batch system sent it; start the job again to go on from its last checkpoint"
             self._summarize(f"interrupted: {why}: {again}")
+            signals = len(self._received)
+            self._supervisor.wait_for_others(lambda: len(self._received) > signals)
             return 128 + self._received[0]
         if self._supervisor.over or self._first is not None:
             return self._fail()
-        self._supervisor.leave()
-        self._supervisor.wait_for_others(lambda: bool(self._received))
-        # It may have become over elsewhere meanwhile.
-        return self._fail() if self._supervisor.over else 0
+        self._show_rest()
+        return 0
 
     def _fail(self) -> int:
         # For the others to say themselves who failed, as the rendezvous tells them.
@@ -283,26 +290,42 @@ class _Running:
         while self._look() and time.monotonic() < until and len(self._received) <= signals:
             time.sleep(_POLL_S)
         # Also where the process itself has ended: it may have left some of its own.
-        self._send(signal.SIGKILL)
+        refused = self._send(signal.SIGKILL)
         for process in self.processes:
-            process.popen.wait()
+            if process not in refused:
+                process.popen.wait()
         self._look()
+        self._show_rest()
+
+    def _show_rest(self) -> None:
+        """What was printed until the end; what they started may keep their output open."""
+        until = time.monotonic() + self._plan.grace_s
         for reader in (reader for process in self.processes for reader in process.readers):
-            reader.join(self._plan.grace_s)
+            reader.join(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """In whatever way `wait` ended."""
         if any(not p.ended for p in self.processes):
             self.end()
-        self._send(signal.SIGKILL)
+        for process in self._send(signal.SIGKILL):
+            with suppress(OSError, ValueError):
+                text = f"{process.name}, or what it started, may still run: end it as the user whose it is"
+                print(f"hapsynth launch: {text}", file=sys.stderr, flush=True)
         self._reaper.close()
 
-    def _send(self, number: int) -> None:
+    def _send(self, number: int) -> list[_Process]:
+        """A signal to all; those that this user may not signal, as under sudo."""
+        refused: list[_Process] = []
         for process in self.processes:
-            with suppress(ProcessLookupError):
+            try:
                 os.killpg(process.pid, number)
                 # One that is stopped takes nothing but SIGKILL.
                 os.killpg(process.pid, signal.SIGCONT)
+            except ProcessLookupError:
+                continue
+            except PermissionError:
+                refused.append(process)
+        return refused
 
     def _summarize(self, why: str) -> None:
         lines = [f"the job is over after {time.monotonic() - self._began:.1f} s: {why}"]

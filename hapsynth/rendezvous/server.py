@@ -66,6 +66,7 @@ class Member:
     left: bool = False
     returns: bool = False
     failed: bool = False
+    interrupted: bool = False
     gone: bool = False
     doing: str = AT_WORK
     doing_since: float = 0.0
@@ -300,9 +301,12 @@ class Server:
                 case {"continued": rank} if member.here:
                     self._stopped.pop(_whole(rank), None)
                 case {"interrupted": why} if member.here:
-                    self._interrupted = self._interrupted or printable(why)
+                    self._interrupted, member.interrupted = self._interrupted or printable(why), True
                 case _:
                     raise ValueError(said)
+            if member.interrupted and member.left:
+                # What ran there has ended, in peace or not: its end says no more.
+                self._end(self._interrupted)
 
     def _heard_doing(self, member: Member, doing: str) -> None:
         if doing != member.doing:

@@ -38,6 +38,7 @@ from hapsynth.jobs.process_facts import _sample, left_out, notices, of_function,
 from hapsynth.jobs.supervisor import Supervisor
 from hapsynth.rendezvous import meeting
 from hapsynth.rendezvous.address import JobError, Timeouts, free_ports, parse_address
+from hapsynth.rendezvous.client import Client
 from hapsynth.running import allgather
 from hapsynth.search.memory.profile import held_by
 from hapsynth.targets.target_process import _Saved
@@ -647,6 +648,38 @@ def test_output_is_labelled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert sorted(error.splitlines()) == ["[0] and its error", "[1] and its error"]
 
 
+def test_what_is_still_to_be_shown_when_all_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = list[str]()
+
+    def write(text: str) -> None:
+        time.sleep(0.2)
+        shown.append(text)
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=write, flush=lambda: None))
+    assert launch(Launch(), script(tmp_path, "print('step 1'); print('step 2'); print('the end')")) == 0
+    assert shown == ["[0] step 1\n", "[0] step 2\n", "[0] the end\n"]
+
+
+def test_what_another_user_runs_is_left_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As under sudo: whoever may not signal it can't end it."""
+
+    def refused(pid: int, number: int) -> None:
+        raise PermissionError
+
+    made, popen = list[Any](), subprocess.Popen
+    monkeypatch.setattr(os, "killpg", refused)
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: made.append(popen(*a, **k)) or made[-1])
+    plan = Launch(here=2, tell_s=0.1, grace_s=0.1)
+    assert launch(plan, script(tmp_path, "sys.exit(3) if rank == '1' else time.sleep(0.7)")) == 3
+    error = capfd.readouterr().err
+    assert re.search(r"process 0 on .* still runs: this user may not signal it", error)
+    assert re.search(r"launch: process 0 on .*, or what it started, may still run: end it as the user whose", error)
+    for process in made:
+        process.wait()
+
+
 @pytest.mark.waits
 def test_one_that_fails_ends_all_and_what_they_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = """
@@ -752,6 +785,27 @@ def test_a_signal_to_the_launcher_is_nobodys_fault(tmp_path: Path, capfd: pytest
     assert re.search(
         r"over after .* interrupted: SIGTERM came to the launcher on .* \(pid \d+\): .* start the job again", error
     )
+
+
+def test_a_signal_to_a_launcher_that_waits_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own processes have ended in peace, and the others hear of the signal, not that it has died."""
+    where, other, wait = f"localhost:{free_ports(2)[0]}", list[Client](), Supervisor.wait_for_others
+    reasons, timeouts = list[str](), Timeouts(join=30.0)
+
+    def over(reason: str) -> None:
+        reasons.append(reason)
+        other[0].close()
+
+    def interrupted(self: Supervisor, given_up: Any) -> None:
+        if not other:
+            address = parse_address(self.environment["HAPSYNTH_RENDEZVOUS"], "it")
+            other.append(Client(address, 1, 2, timeouts, over, print, here=1, token=""))
+            os.kill(os.getpid(), signal.SIGTERM)
+        wait(self, given_up)
+
+    monkeypatch.setattr(Supervisor, "wait_for_others", interrupted)
+    assert launch(Launch(here=1, processes=2, coordinator=where), ["true"]) == 128 + signal.SIGTERM
+    assert [text.partition(" on ")[0] for text in reasons] == ["SIGTERM came to the launcher"]
 
 
 @pytest.mark.waits
