@@ -114,7 +114,7 @@ def preflight(
         return []
     said = software(str(client), client.host, mesh)
     if plan is not None:
-        said |= of_plan(plan, arguments)
+        said |= of_plan(plan, arguments, donate)
     together = _checked_together(meeting.gather(said, ranks))
     if client.rank == ranks[0]:
         for text in notices(together):

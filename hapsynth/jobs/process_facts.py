@@ -136,13 +136,15 @@ def gpu_software(platform: str) -> Facts:
     return said
 
 
-def of_plan(plan: Planned, arguments: Iterable[Any]) -> Facts:
+def of_plan(plan: Planned, arguments: Iterable[Any], donate: bool | None = None) -> Facts:
     """What a plan is, what its replicated arguments hold, and the memory that it needs here beside what its arguments
-    have already."""
+    and constants have already. `donate`: as of `before_call`; None for what the plan does by itself."""
     assert plan.mesh is not None
     arguments = [*arguments]
+    constants = plan.lowered_for(plan.donate if donate is None else donate).held_constants
     held: dict[Any, int] = {}
-    for x in arguments:
+    # What the function closes over may be the very array that is given.
+    for x in {id(x): x for x in (*arguments, *constants)}.values():
         for part in parts(x):
             (device,) = part.devices()
             held[device] = held.get(device, 0) + part.nbytes

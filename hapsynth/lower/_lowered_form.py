@@ -192,6 +192,11 @@ class LoweredProgram(ABC):
         """The graph's constants on the mesh: placed once, passed as arguments, never compiled in."""
         return [each.stored for each in self._placed]
 
+    @property
+    def held_constants(self) -> list[Any]:
+        """Those of `placed_constants` that take memory already: all once a call has placed its arguments, or none."""
+        return self.placed_constants if "_placed" in vars(self) else []
+
     @cached_property
     def _placed(self) -> list[_Placed]:
         """Those of another program that are stored alike, where there are such."""

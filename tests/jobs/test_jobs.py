@@ -36,6 +36,7 @@ from hapsynth.jobs.batch_system import Task, started_by
 from hapsynth.jobs.launch import Launch, _label, _listed_gpus, _signals, launch, launched
 from hapsynth.jobs.process_facts import _sample, left_out, notices, of_function, plan_fingerprint, problems, software
 from hapsynth.jobs.supervisor import Supervisor
+from hapsynth.lower import parts
 from hapsynth.rendezvous import meeting
 from hapsynth.rendezvous.address import JobError, Timeouts, free_ports, parse_address
 from hapsynth.rendezvous.client import Client
@@ -307,6 +308,21 @@ def test_what_a_program_that_has_just_ended_held_is_free(monkeypatch: pytest.Mon
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
     assert process_facts.of_plan(plan, given)["memory"][0][2] == 3 << 30
     assert any(x is given[0] for arguments in waited for x in arguments)
+
+
+def test_constants_that_are_placed_need_no_room() -> None:
+    """As arguments: a call places both before its processes are compared."""
+    x, table = np.ones((64, 64), np.float32), np.ones((64, 64), np.float32)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    fn = lambda x: (x * table).sum(0)
+    plan = hapsynth.synthesize(fn, (x,), mesh, cluster=slow_cluster((1.0, 1.0)), fixed={"[0]": "S(0)"})
+    needed = lambda arguments: process_facts.of_plan(plan, arguments)["machine"][0]
+    before = needed([])
+    assert before == sum(map(int, plan.held_bytes))
+    given = plan.arguments.place(plan.lowered, [x])
+    nbytes = [sum(part.nbytes for part in parts(a)) for a in (*given, *plan.lowered.placed_constants)]
+    assert nbytes == [x.nbytes, 2 * table.nbytes]
+    assert needed(given) == before - sum(nbytes) > 0
 
 
 def test_what_a_process_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
