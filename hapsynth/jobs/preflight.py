@@ -119,6 +119,8 @@ def preflight(
     if client.rank == ranks[0]:
         for text in notices(together):
             warn_user(text, RuntimeWarning)
+    # They have been compared, and are most of what is said.
+    said.pop("values", None)
     said |= {} if plan is None else _compiled(plan, donate)
     if said["platform"] == "cpu":
         # Of gloo's network; those between accelerators may be others.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -165,15 +166,11 @@ def of_plan(plan: Planned, arguments: Iterable[Any], donate: bool | None = None)
         for path, storage, x in zip(plan.traced.in_paths, plan.lowered.inputs, arguments)
         if not storage.cuts and 0 not in storage.shape
     }
-    dtypes = {path: parts(x)[0].dtype for path, x in whole.items()}
     return {
         "plan": plan_fingerprint(plan),
         "form": plan.form,
         **of_function(plan),
         "values": {path: _sample(x) for path, x in whole.items()},
-        "last_places": {
-            path: float(jax.numpy.finfo(dtype).eps) for path, dtype in dtypes.items() if _jax.is_inexact(dtype)
-        },
         "memory": rows,
         "machine": machine,
     }
@@ -190,7 +187,7 @@ def _settled(free: Callable[[], int]) -> int:
 
 
 def _sample(stored: Any) -> list[str]:
-    """Some elements of what is stored alike on all devices, as text that JSON keeps."""
+    """Some elements of what is stored alike on all devices: their dtype and, in Base64, their bytes."""
     # NaN and infinity in an argument are the function's to judge.
     with _jax.no_mesh(), jax.debug_nans(False), jax.debug_infs(False):
         part = parts(stored)[0]
@@ -200,11 +197,13 @@ def _sample(stored: Any) -> list[str]:
             data = data.at[np.unravel_index(chosen, data.shape)].get(mode="promise_in_bounds")
         host = np.asarray(data).reshape(-1)
     some = host[:: max(1, host.size // _SAMPLE)][:_SAMPLE]
-    if some.dtype == np.bool_ or np.issubdtype(some.dtype, np.integer):
-        # Counters, and keys: of all of these each is another.
-        return [str(int(x)) for x in some]
-    inexact = some if np.issubdtype(some.dtype, np.complexfloating) else some.astype(np.float64)
-    return [repr(complex(x)) for x in inexact]
+    return [some.dtype.name, base64.b64encode(some.tobytes()).decode()]
+
+
+def _decoded(sample: Sequence[str]) -> np.ndarray:
+    """The elements of a sample."""
+    dtype, data = sample
+    return np.frombuffer(base64.b64decode(data), np.dtype(dtype))
 
 
 def compiled_facts(plan: Planned, donate: bool) -> Facts:
@@ -250,6 +249,9 @@ def problems(facts: Sequence[Facts]) -> list[str]:
     found: list[str] = []
     for key, name in _VERSIONS.items():
         found += _alike(facts, key, f"{name} {{}}", f"install the same {name} everywhere")
+    if found:
+        # Another version may say all else in another way.
+        return found
     found += _of_plans(facts)
     way_out = f"give form= the same everywhere, or leave it to be chosen{_of_threads(facts)}"
     found += _alike(facts, "form", "a plan in {} form", way_out)
@@ -347,8 +349,7 @@ def _of_values(facts: Sequence[Facts]) -> list[str]:
         unlike: list[str] = []
         for path in first["values"].keys() & other["values"].keys():
             said = [f["values"][path] for f in (first, other)]
-            apart = max(_ROUNDING, _LAST_PLACES * first.get("last_places", {}).get(path, 0.0))
-            if said[0] != said[1] and (_is_exact(said[0]) or not _is_near(said[0], said[1], apart)):
+            if said[0] != said[1] and not _is_near(*map(_decoded, said)):
                 unlike.append(path)
         if unlike:
             return [
@@ -359,15 +360,14 @@ def _of_values(facts: Sequence[Facts]) -> list[str]:
     return []
 
 
-def _is_exact(sample: Sequence[str]) -> bool:
-    """Whether a sample is of integers."""
-    return all(text.lstrip("-").isdigit() for text in sample)
-
-
-def _is_near(sample: Sequence[str], other: Sequence[str], apart: float) -> bool:
-    a, b = (np.array([complex(x) for x in one]) for one in (sample, other))
+def _is_near(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether unlike devices may have rounded two unlike samples apart: of no counters, and no keys."""
+    if not (_jax.is_inexact(a.dtype) and _jax.is_inexact(b.dtype) and a.shape == b.shape):
+        return False
+    apart = max(_ROUNDING, _LAST_PLACES * float(jax.numpy.finfo(a.dtype).eps))
+    a, b = a.astype(np.complex128), b.astype(np.complex128)
     largest = np.max(np.abs(a), initial=0.0, where=np.isfinite(a))
-    return a.shape == b.shape and np.allclose(a, b, rtol=0, atol=apart * largest, equal_nan=True)
+    return np.allclose(a, b, rtol=0, atol=apart * largest, equal_nan=True)
 
 
 def of_collectives(facts: Sequence[Facts]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -19,7 +18,7 @@ from hapsynth.rendezvous.address import COORDINATOR, TOKEN, Address, JobError, T
 from hapsynth.rendezvous.coordinator import bear_silence
 from hapsynth.rendezvous.peers import CONNECT_S, Peers, loopback
 from hapsynth.rendezvous.server import AT_WORK, PROTOCOL, named
-from hapsynth.rendezvous.wire import HELLO_BYTES, Channel, printable
+from hapsynth.rendezvous.wire import HELLO_BYTES, Channel, encoded, printable
 
 _KEY = secrets.token_hex(16)
 """Who joins again with it is the one that was there."""
@@ -188,7 +187,8 @@ class Client:
 
     def _listen(self) -> None:
         with suppress(OSError, ValueError):
-            for message in self._channel.messages():
+            # What all have said comes in one.
+            for message in self._channel.messages(self.processes):
                 self._heard = time.monotonic()
                 self._hear(message)
         self._channel.close()
@@ -247,8 +247,7 @@ class Client:
         with suppress(OSError, ValueError):
             channel = Channel(socket.create_connection(self._address, timeout=seconds))
             try:
-                said = json.dumps({"again": {**self._hello(), "token": self._token}}).encode() + b"\n"
-                channel.connection.sendall(said)
+                channel.connection.sendall(encoded({"again": {**self._hello(), "token": self._token}}))
                 found = channel.read(HELLO_BYTES, time.monotonic() + seconds) or {}
             finally:
                 channel.close()

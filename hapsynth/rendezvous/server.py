@@ -25,7 +25,7 @@ from typing import Any
 
 from hapsynth._quantities import plural
 from hapsynth.rendezvous.address import Address, JobError, Timeouts
-from hapsynth.rendezvous.wire import HELLO_BYTES, Channel, printable
+from hapsynth.rendezvous.wire import HELLO_BYTES, Channel, encoded, printable
 
 PROTOCOL = 2
 _NOTICE_S = 30.0
@@ -261,8 +261,9 @@ class Server:
             channel.say({"welcome": PROTOCOL})
             if not here and len(self._members) == self.processes:
                 known = [[m.rank, m.channel.peer, m.port, m.answer] for m in self._members.values() if m.port]
+                peers = encoded({"peers": known})
                 for member in self._members.values():
-                    member.channel.say({"peers": known})
+                    member.channel.say(peers)
         return made
 
     def _hear(self, member: Member, said: dict[str, Any]) -> None:
@@ -343,8 +344,9 @@ class Server:
             gather.calls[member.rank] = begun
         if len(gather.values) == len(ranks):
             del self._gathers[name, ranks]
+            said = encoded({"gathered": name, "values": [gather.values[r] for r in ranks]})
             for rank in ranks:
-                self._members[rank].channel.say({"gathered": name, "values": [gather.values[r] for r in ranks]})
+                self._members[rank].channel.say(said)
             return
         for (others_name, _), other in self._gathers.items():
             # Each waits for one that waits at the other.

@@ -27,6 +27,11 @@ def printable(text: object, most: int = 2000) -> str:
     return "".join(shown)
 
 
+def encoded(message: dict[str, Any]) -> bytes:
+    """A message as a line, for `Channel.say` to several."""
+    return json.dumps(message).encode() + b"\n"
+
+
 class Channel:
     """One end of a connection. What is said is sent by a thread of its own, so that nobody waits for who does not read;
     ValueError where a line is none of ours, OSError where the connection fails."""
@@ -47,7 +52,7 @@ class Channel:
             return str(self.connection.getpeername()[0])
         return ""
 
-    def read(self, most: int = LINE_BYTES, until: float | None = None) -> dict[str, Any] | None:
+    def read(self, most: int, until: float | None = None) -> dict[str, Any] | None:
         """The next message; None at the end. `until`: on the monotonic clock, for the whole line."""
         held = bytearray(self._rest)
         seen = 0
@@ -72,18 +77,19 @@ class Channel:
             raise ValueError("a message is an object")
         return found
 
-    def messages(self) -> Iterator[dict[str, Any]]:
-        while (found := self.read()) is not None:
+    def messages(self, lines: int = 1) -> Iterator[dict[str, Any]]:
+        """All to the end, each no longer than so many lines of a process."""
+        while (found := self.read(lines * LINE_BYTES)) is not None:
             yield found
 
-    def say(self, message: dict[str, Any]) -> None:
+    def say(self, message: dict[str, Any] | bytes) -> None:
         """At once; whoever can't be told is noticed by what it does not say."""
         with self._starting:
             if self._sender is None:
                 self._sender = threading.Thread(target=self._send, name="hapsynth sender", daemon=True)
                 self._sender.start()
         try:
-            self._unsent.put_nowait(json.dumps(message).encode() + b"\n")
+            self._unsent.put_nowait(message if isinstance(message, bytes) else encoded(message))
         except queue.Full:
             self.hang_up()
 

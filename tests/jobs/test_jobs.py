@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import os
 import re
 import signal
@@ -34,7 +35,7 @@ from hapsynth.cluster.compiler_target import compiler_target
 from hapsynth.jobs import preflight, process_facts
 from hapsynth.jobs.batch_system import Task, started_by
 from hapsynth.jobs.launch import Launch, _label, _listed_gpus, _signals, launch, launched
-from hapsynth.jobs.process_facts import _sample, left_out, notices, of_function, plan_fingerprint, problems, software
+from hapsynth.jobs.process_facts import _decoded, left_out, notices, of_function, plan_fingerprint, problems, software
 from hapsynth.jobs.supervisor import Supervisor
 from hapsynth.lower import parts
 from hapsynth.rendezvous import meeting
@@ -45,6 +46,12 @@ from hapsynth.search.memory.profile import held_by
 from hapsynth.targets.target_process import _Saved
 
 ROOT = Path(__file__).parents[2]
+
+
+def _sample(x: Any) -> list[str]:
+    return process_facts._sample(jnp.asarray(x))
+
+
 FACTS: dict[str, Any] = {
     "process": "p0",
     "host": "a",
@@ -64,12 +71,11 @@ FACTS: dict[str, Any] = {
     "plan": "f",
     "form": "fused",
     "values": {
-        "[0]['w']": ["(1+0j)", "(2+0j)"],
-        "[0]['half']": ["(1+0j)", "(2+0j)"],
-        "[0]['n']": ["(nan+0j)"],
-        "[0]['key']": ["0", "1234"],
+        "[0]['w']": _sample(np.float32([1, 2])),
+        "[0]['half']": _sample(jnp.bfloat16([1, 2])),
+        "[0]['n']": _sample(np.complex64([np.nan])),
+        "[0]['key']": _sample(np.uint32([0, 1234])),
     },
-    "last_places": {"[0]['w']": 2**-23, "[0]['half']": 2**-7, "[0]['n']": 2**-23},
     "lowered": "e",
     "links": {"rank": 0, "never": [1]},
     "memory": [["G:0", 5 << 20, 6 << 20]],
@@ -81,7 +87,12 @@ OTHER = {**FACTS, "process": "p1", "host": "b", "links": {"rank": 1, "never": []
 def test_processes_that_fit_together() -> None:
     assert not problems([FACTS, OTHER])
     # The next number of bfloat16 is a 128th further.
-    rounded = {**FACTS["values"], "[0]['w']": ["(1.0001+0j)", "(2+0j)"], "[0]['half']": ["(1+0j)", "(2.015625+0j)"]}
+    rounded = {
+        **FACTS["values"],
+        "[0]['w']": _sample(np.float32([1.0001, 2])),
+        "[0]['half']": _sample(jnp.bfloat16([1, 2.015625])),
+        "[0]['n']": _sample(np.complex64([-np.nan * 1j])),
+    }
     assert not problems([FACTS, {**OTHER, "values": rounded}])
     assert not problems([FACTS, {**OTHER, "kinds": ["H"]}])
     on_cpu = [{**FACTS, "platform": "cpu", "kinds": ["x86"]}, {**OTHER, "platform": "cpu", "kinds": ["arm"]}]
@@ -115,10 +126,12 @@ def test_processes_that_fit_together() -> None:
         ),
         ({"form": "staged", "threads": 1}, "has one in p1: begin with the environment variable NPROC=2 there"),
         ({"plan": "g", "threads": 1}, "has one in p1: begin with the environment variable NPROC=2 there"),
-        ({"values": {**FACTS["values"], "[0]['w']": ["(1+0j)", "(3+0j)"]}}, "p0 and p1 have other values in [0]['w']"),
-        ({"values": {**FACTS["values"], "[0]['w']": ["(1+0j)", "(2.015625+0j)"]}}, "the same by plan.resync"),
-        ({"values": {**FACTS["values"], "[0]['half']": ["(1+0j)", "(2.1+0j)"]}}, "have other values in [0]['half']"),
-        ({"values": {**FACTS["values"], "[0]['key']": ["0", "1235"]}}, "p0 and p1 have other values in [0]['key']"),
+        ({"values": {"[0]['w']": _sample(np.float32([1, 3]))}}, "p0 and p1 have other values in [0]['w'], which"),
+        ({"values": {"[0]['w']": _sample(np.float32([1, 2.015625]))}}, "the same by plan.resync"),
+        ({"values": {"[0]['w']": _sample(np.float32([1]))}}, "p0 and p1 have other values in [0]['w'], which"),
+        ({"values": {"[0]['half']": _sample(jnp.bfloat16([1, 2.1]))}}, "have other values in [0]['half']"),
+        ({"values": {"[0]['n']": _sample(np.complex64([0]))}}, "have other values in [0]['n']"),
+        ({"values": {"[0]['key']": _sample(np.uint32([0, 1235]))}}, "p0 and p1 have other values in [0]['key']"),
         ({"mesh": [[1, 1, "G"], [0, 0, "G"]]}, "a mesh of devices 0:0, 1:1, and p1 has a mesh of devices 1:1, 0:0"),
         ({"cache": {"a folder": False}}, "p1 has compilation cache settings a folder False"),
         ({"lowered": "h"}, "p1 has collectives h in the lowered program"),
@@ -140,8 +153,8 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
 
 
 def test_an_older_hapsynth_is_named() -> None:
-    """Whose facts lack what it did not know yet."""
-    older = {key: said for key, said in FACTS.items() if key != "last_places"} | {"hapsynth": "0"}
+    """Whose facts say the same otherwise, or lack what it did not know yet."""
+    older = FACTS | {"hapsynth": "0", "values": {"[0]['w']": "1, 2"}}
     assert "p0 has hapsynth 0, and p1 has hapsynth 1" in problems([older, OTHER])[0]
 
 
@@ -323,6 +336,19 @@ def test_constants_that_are_placed_need_no_room() -> None:
     nbytes = [sum(part.nbytes for part in parts(a)) for a in (*given, *plan.lowered.placed_constants)]
     assert nbytes == [x.nbytes, 2 * table.nbytes]
     assert needed(given) == before - sum(nbytes) > 0
+
+
+def test_values_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[dict[str, Any]]()
+    client = SimpleNamespace(rank=0, host="h", unreachable=lambda ranks: [])
+    gather = lambda said, ranks: told.append({**said}) or [said]
+    monkeypatch.setattr(
+        preflight, "meeting", SimpleNamespace(client=client, gather=gather, doing=lambda _: nullcontext())
+    )
+    mesh, x = Mesh(np.array(jax.devices()[:1]), ("d",)), np.ones(4, np.float32)
+    plan = hapsynth.synthesize(jnp.sin, (x,), mesh, cluster=slow_cluster((1.0,)))
+    preflight.preflight(mesh, plan, [plan.shard(x)])
+    assert ["values" in said for said in told] == [True, False]
 
 
 def test_what_a_process_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,10 +535,13 @@ def script(tmp_path: Path, text: str) -> list[str]:
     return [sys.executable, "-S", "-E", str(file)]
 
 
-def test_samples_are_exact_where_values_are() -> None:
-    for exact in (np.array([0, 1234], np.uint32), np.array([True, False]), jax.random.key(1234), np.int32(-7)):
-        assert all(text.lstrip("-").isdigit() for text in _sample(jnp.asarray(exact)))
-    assert _sample(jnp.ones(2)) == ["(1+0j)", "(1+0j)"]
+def test_samples_are_exact_and_short() -> None:
+    """Each process is told those of all."""
+    for x in (np.uint32([0, 1234]), np.array([True, False]), np.int32(-7), jnp.bfloat16([1, -2]), np.complex64([1j])):
+        kept = _decoded(_sample(x))
+        assert (kept.dtype, kept.tolist()) == (x.dtype, x.reshape(-1).tolist())
+    assert _decoded(_sample(jax.random.key(1234))).tolist() == [0, 1234]
+    assert len(json.dumps(_sample(np.pi * np.arange(1e4, dtype=np.float32)))) < 200
 
 
 @pytest.mark.parametrize("x", [np.arange(1000.0, dtype=np.float32).reshape(10, 4, 25), np.arange(70) % 3 == 0])
@@ -535,7 +564,8 @@ def test_samples_of_arguments_may_be_nan_or_infinite(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(process_facts, "_FETCHED_BYTES", 0)
     x = jnp.where(jnp.arange(64) % 2 == 0, jnp.array([[-jnp.inf], [jnp.nan]]), 0.0)
     with jax.debug_nans(True), jax.debug_infs(True):
-        assert {"(-inf+0j)", "(nan+0j)"} <= {*_sample(x)}
+        sample = _sample(x)
+    assert {"-inf", "nan"} <= {*map(str, _decoded(sample))}
 
 
 def test_an_error_that_ends_the_job_is_printed_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from thoroughness import THOROUGH
 from hapsynth.rendezvous import client as client_module
 from hapsynth.rendezvous import peers as peers_module
 from hapsynth.rendezvous import server as server_module
+from hapsynth.rendezvous import wire
 from hapsynth.rendezvous.address import JobError, Timeouts, find_address, free_ports
 from hapsynth.rendezvous.client import Client
 from hapsynth.rendezvous.meeting import _initializing
@@ -109,6 +110,16 @@ def test_processes_meet_some_of_them_and_all(job: Job) -> None:
     assert at_once(meet(c, "some", [0, 2]), meet(a, "some", [0, 2])) == [[0, 20]] * 2
     for client in (a, b, c):
         client.leave()
+    assert not job.reasons
+
+
+def test_what_all_say_together_is_longer_than_a_line_of_one(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the facts of plans of many arguments are, and the pieces of a checkpoint: no server has died of it."""
+    monkeypatch.setattr(wire, "LINE_BYTES", 1 << 18)
+    port, much = job.serve(), "x" * 250_000
+    clients = [job.join(port, rank) for rank in range(2)]
+    said = at_once(*(lambda c=c: c.gather("much", much, [0, 1]) for c in clients))
+    assert said[0] == said[1] == [much] * 2
     assert not job.reasons
 
 
@@ -609,7 +620,7 @@ def test_brackets_without_end_are_no_message() -> None:
         sending = threading.Thread(target=theirs.sendall, args=(b'{"beat":' + b"[" * 200_000 + b"\n",))
         sending.start()
         with pytest.raises(ValueError, match="brackets"):
-            Channel(ours).read()
+            Channel(ours).read(1 << 20)
         sending.join()
 
 
