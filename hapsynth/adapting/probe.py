@@ -107,7 +107,7 @@ class Probe:
         """
         if not self._runs or not self.predicted_s:
             return 1.0
-        with _jax.no_mesh():
+        with _jax.no_mesh(), _jax.unlooked():
             runs = [(run, operands()) for run, operands in self._runs]
             once = lambda: jax.block_until_ready([run(*values) for run, values in runs])
             once()

@@ -465,6 +465,14 @@ def test_a_probe_of_the_heaviest_op_alone(plan: Plan, why: str, monkeypatch: pyt
     assert 0 < probe.predicted_s < busy_seconds(new, costs).max()
 
 
+def test_what_a_probe_makes_of_its_own_numbers_is_nobodys_nan() -> None:
+    x, fn = np.zeros((4, 2), np.float32), lambda x: (x - 1) / (x - 1)
+    described = cluster([SPEED] * 4, bandwidth=1e9)
+    probe = Probe(hapsynth.synthesize(fn, (x,), mesh_of(), cluster=described, fixed={"[0]": "S(0)"}))
+    with jax.debug_nans(True):
+        assert probe.slowdown(0.0) > 0
+
+
 def test_options_of_no_use(plan: Plan) -> None:
     wrong: list[dict[str, Any]] = [{"every": 0}, {"window": 0}, {"probe_s": 0.0}, {"threshold": 1.5}]
     for options in (*wrong, {"every": 2.5}, {"every": "a"}, {"window": True}, {"probe_s": "1 s"}):
