@@ -63,6 +63,8 @@ class Client:
         self._values: dict[str, list[Any]] = {}
         self._reason, self._told = "", False
         self._left = False
+        self._closes = False
+        """Whether who serves the rendezvous ends in peace."""
         self._peers: Peers | None = None
         self._unreached: list[int] = []
         self._never: list[int] = []
@@ -192,7 +194,14 @@ class Client:
                 self._heard = time.monotonic()
                 self._hear(message)
         self._channel.close()
-        self._end(f"{self._serves} has died: its own output says why, or its system's log; start the job again")
+        if self._closes:
+            # This process goes on alone; whoever would meet others raises.
+            with self._changed:
+                self._reason = self._reason or f"{self._serves} has ended: every process must make the same calls"
+                self._left = self._told = True
+                self._changed.notify_all()
+        else:
+            self._end(f"{self._serves} has died: its own output says why, or its system's log; start the job again")
         if self._peers is not None:
             self._peers.close()
 
@@ -208,6 +217,8 @@ class Client:
                 others = [(int(rank), str(host), int(port), str(answer)) for rank, host, port, answer in peers]
                 self._peers.know(others, self.timeouts.silence)
                 threading.Thread(target=self._peers.unreached, daemon=True).start()
+            case {"closes": True}:
+                self._closes = True
             case {"over": reason}:
                 self._end(printable(reason), even_left=True)
             case _:

@@ -241,6 +241,9 @@ class Meeting:
         if self._client is not None:
             self.end_call(returned=False)
             self._client.leave("" if error is None else _described(error))
+        if self._server is not None and error is None:
+            # After a `jax.distributed.shutdown()` the others may have something left to do.
+            self._server.closes(_DRAIN_S)
         if self._failed or lost or (error is not None and self._client is not None):
             self.exit()
 

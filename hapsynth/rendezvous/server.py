@@ -4,9 +4,10 @@ serves it where process 0 is to run; without it process 0 does.
 Each line is a JSON object. A process says `hello` with what it is, `gather` with a name, the processes that take part,
 its value and, from the thread that makes its calls, how many it had begun, `beat` with how many it has begun of plans
 of which processes, and `leave`. It is told `welcome`, `gathered` with all values, `waiting` with who is missing,
-`peers` with where the others answer, `beat`, and `over` with the reason why the job ends. A launcher says `ended` of a
-process that has, `stopped` of one that a signal has, and `interrupted` of itself. Where a connection carries nothing
-any more, `again` on a new one is a sign of life, too: TCP waits ever longer before it sends once more.
+`peers` with where the others answer, `beat`, `closes` before the server ends in peace, and `over` with the reason why
+the job ends. A launcher says `ended` of a process that has, `stopped` of one that a signal has, and `interrupted` of
+itself. Where a connection carries nothing any more, `again` on a new one is a sign of life, too: TCP waits ever longer
+before it sends once more.
 """
 
 from __future__ import annotations
@@ -144,6 +145,14 @@ class Server:
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(not m.gone for m in self._all() if m.rank):
             time.sleep(0.02)
+
+    def closes(self, seconds: float) -> None:
+        """Tell all that this process ends in peace: that the rendezvous goes with it is nobody's death."""
+        until = time.monotonic() + seconds
+        for member in self._all():
+            member.channel.say({"closes": True})
+        for member in self._all():
+            member.channel.flush(until - time.monotonic())
 
     def launchers(self, but: int, heard_s: float) -> list[Member]:
         """Those that are there and were heard of in so many seconds, but one."""

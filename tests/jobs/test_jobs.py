@@ -656,6 +656,18 @@ def test_a_call_that_raised_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> N
     assert counts[-1] == 2
 
 
+def test_process_0_says_that_the_rendezvous_goes_with_it_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, said = cast(Any, meeting.Meeting()), list[str]()
+    one._client = SimpleNamespace(leave=lambda error: said.append(f"leave {error}"))
+    one._server = SimpleNamespace(closes=lambda seconds: said.append("closes"))
+    monkeypatch.setattr(one, "exit", lambda: said.append("exit"))
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    one.leave()
+    monkeypatch.setattr(sys, "last_value", ValueError("a bad batch"), raising=False)
+    one.leave()
+    assert said == ["leave ", "closes", "leave ValueError: a bad batch", "exit"]
+
+
 def test_what_nohup_has_it_ignore_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

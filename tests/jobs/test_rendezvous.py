@@ -493,6 +493,18 @@ def test_process_0_dies_or_is_not_heard_of(job: Job) -> None:
         assert "process 0, which serves the rendezvous, has died" in job.reason(1)
 
 
+def test_process_0_ends_before_the_others(job: Job) -> None:
+    """As after `jax.distributed.shutdown()`: who only writes results then goes on."""
+    port = job.serve()
+    client = job.join(port, 1)
+    assert job.server is not None
+    job.server.closes(LIMIT_S)
+    job.server.close()
+    with pytest.raises(JobError, match="process 0, which serves the rendezvous, has ended: every process must make"):
+        client.gather("late", 1, [0, 1])
+    assert not job.reasons
+
+
 @pytest.mark.parametrize(
     ("other", "says"),
     [
