@@ -42,6 +42,7 @@ from hapsynth.lower import UnsupportedError
 from hapsynth.plan import Plan, PlanError
 from hapsynth.profile.plausibility import ProfileError
 from hapsynth.rendezvous.address import JobError
+from hapsynth.rendezvous.meeting import meeting
 from hapsynth.report import json_records
 from hapsynth.report.comparison import print_comparison
 from hapsynth.report.cost_breakdown import cost_lines, cost_record, print_costs
@@ -165,6 +166,7 @@ class _Formatter(logging.Formatter):
 
 def _fail(name: str, what: str, error: BaseException, status: int) -> int:
     print(f"{name}: {what}: {' '.join(str(error).split())}", file=sys.stderr)
+    meeting.give_up(error, status)
     return status
 
 

@@ -56,6 +56,7 @@ class Meeting:
         self._server: Server | None = None
         self._joining: threading.Thread | None = None
         self._failed = False
+        self._status = ENDED
         self._in_call: tuple[int, ...] = ()
         """The processes of the plan whose call has begun and not ended."""
         self._calls = Counter[tuple[int, ...]]()
@@ -215,6 +216,13 @@ class Meeting:
         self.client.leave(f"{_described(error)}, in {doing}")
         self._failed = True
 
+    def give_up(self, error: BaseException, status: int) -> None:
+        """Leave with an error that the user has been told, where this process has met the others: the job is over for
+        them too, and this process ends with `status`."""
+        if self._client is not None:
+            self._failed, self._status = True, status
+            self._client.leave(_described(error))
+
     def exit(self) -> NoReturn:
         """End this process without JAX's exit, which would wait for the others."""
 
@@ -228,7 +236,7 @@ class Meeting:
         if self._server is not None:
             # The others go first: without process 0 JAX ends them with a text of its own.
             self._server.drain(_DRAIN_S)
-        os._exit(ENDED)
+        os._exit(self._status)
 
     def leave(self) -> None:
         """As the interpreter ends."""
@@ -241,7 +249,7 @@ class Meeting:
         if self._client is not None:
             self.end_call(returned=False)
             self._client.leave("" if error is None else _described(error))
-        if self._server is not None and error is None:
+        if self._server is not None and error is None and not self._failed:
             # After a `jax.distributed.shutdown()` the others may have something left to do.
             self._server.closes(_DRAIN_S)
         if self._failed or lost or (error is not None and self._client is not None):

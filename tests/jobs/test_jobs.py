@@ -27,6 +27,7 @@ from slow_devices import slow_cluster
 
 import hapsynth
 from hapsynth import _device_memory
+from hapsynth.cli import commands
 from hapsynth.cli import launch as cli_launch
 from hapsynth.cli.launch import place
 from hapsynth.cli.main import main
@@ -666,6 +667,21 @@ def test_process_0_says_that_the_rendezvous_goes_with_it_in_peace(monkeypatch: p
     monkeypatch.setattr(sys, "last_value", ValueError("a bad batch"), raising=False)
     one.leave()
     assert said == ["leave ", "closes", "leave ValueError: a bad batch", "exit"]
+
+
+def test_a_command_that_fails_alone_tells_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which wait for it in a collective; it ends with its own status, without JAX's exit, which would wait for them."""
+    one, said = cast(Any, meeting.Meeting()), list[Any]()
+    one._client = SimpleNamespace(leave=lambda error: said.append(error or "in peace"))
+    monkeypatch.setattr(commands, "meeting", one)
+    monkeypatch.setattr(meeting, "os", SimpleNamespace(**{**vars(os), "_exit": said.append}))
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    assert main(["preflight", "--function", "f"]) == 2
+    assert said == [f"UsageError: {capsys.readouterr().err.removeprefix('hapsynth preflight: error: ').strip()}"]
+    one.leave()
+    assert said[1:] == ["in peace", 2]
 
 
 def test_what_nohup_has_it_ignore_stays_so() -> None:
