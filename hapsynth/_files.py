@@ -1,9 +1,11 @@
-"""Files that are there whole or not at all: written under a temporary name, then renamed."""
+"""Files that are there whole or not at all, written under a temporary name, then renamed; and standard output when it
+can't be written."""
 
 from __future__ import annotations
 
 import os
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
@@ -63,3 +65,10 @@ def mode_of(path: Path) -> int:
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask
+
+
+def discard_stdout() -> None:
+    """What is written to standard output from now on goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

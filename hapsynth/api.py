@@ -31,7 +31,7 @@ from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.staging.options import LoweringOptions
-from hapsynth.jobs import check_mesh
+from hapsynth.jobs.preflight import check_mesh
 from hapsynth.plan import Plan
 from hapsynth.running.form import Form, check_form, least_speedup, no_overlap
 from hapsynth.running.plan_cache import CachedPlan

@@ -16,7 +16,7 @@ from hapsynth._options import check_planned
 from hapsynth.adapting.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.adapting.reshape import Buckets, for_shapes
 from hapsynth.export import in_shardings, out_shardings, source_of
-from hapsynth.jobs import after_call, before_call, before_placing, check_mesh
+from hapsynth.jobs.preflight import after_call, before_call, before_placing, check_mesh
 from hapsynth.lower import Lowered, RecordedCall, Shards, Staged, Storage, unsupported
 from hapsynth.running.arguments import wrap
 from hapsynth.running.base import Planned

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -25,10 +25,11 @@ from hapsynth._quantities import percent, plural, seconds
 from hapsynth._warn import OverlapWarning
 from hapsynth.api import synthesize
 from hapsynth.cli import run
-from hapsynth.cli.launch import launch_command, preflight_command
+from hapsynth.cli.failures import fail, fail_of_system
 from hapsynth.cli.model_file import Target, Targets, holds_json, load_target, model_path
 from hapsynth.cli.options import INTERRUPTED, MISUSED, STDOUT, asked
 from hapsynth.cli.output_files import Outputs
+from hapsynth.cli.preflight import preflight_command
 from hapsynth.cli.profile import profile_command
 from hapsynth.cli.selection import loaded, picked, source_of
 from hapsynth.cluster.cluster import Cluster, ClusterError, ClusterWarning
@@ -36,8 +37,8 @@ from hapsynth.export import SourceError
 from hapsynth.graph.trace import TraceError, trace
 from hapsynth.instructions.rules.notation import RuleError
 from hapsynth.instructions.testing.example_arguments import example_arguments
-from hapsynth.jobs import PreflightError
 from hapsynth.jobs.launch import launched
+from hapsynth.jobs.preflight import PreflightError
 from hapsynth.lower import UnsupportedError
 from hapsynth.plan import Plan, PlanError
 from hapsynth.profile.plausibility import ProfileError
@@ -50,7 +51,7 @@ from hapsynth.report.explain import Explainer, find_value
 from hapsynth.report.progress import activity, progress
 from hapsynth.report.several import print_several, several_infeasible_record, several_record
 from hapsynth.report.summary import print_summary
-from hapsynth.report.tables import console, discard_stdout
+from hapsynth.report.tables import console
 from hapsynth.report.targets import print_targets, targets_record
 from hapsynth.report.timeline import print_step
 from hapsynth.report.what_if import advice_record, print_advice, print_remedies, remedies_record
@@ -77,7 +78,7 @@ def run_command(options: argparse.Namespace) -> int:
     """Run one command and return its exit status."""
     name, session = f"hapsynth {options.command}", _Session(options)
     try:
-        with gc_paused(), _told(name, options), _terminated_as_interrupted(options), session:
+        with gc_paused(), _told(name, options), _terminated_as_interrupted(), session:
             session.claim(options)
             _in_order(options)
             return _COMMANDS[options.command](options, session)
@@ -88,25 +89,19 @@ def run_command(options: argparse.Namespace) -> int:
     except _MISUSES as error:
         return _fail(name, "error", error, MISUSED)
     except OSError as error:
-        # Output files report their own errors; one of no file, though, is about the working directory.
-        where = error.filename or ("the working directory" if isinstance(error, FileNotFoundError) else None)
-        if where is not None:
-            return _fail(name, "error", UsageError(f"{where}: {error.strerror}"), MISUSED)
-        # What is left is standard output, which is full. Nothing more is to be written there, not by Python at exit
-        # either.
-        with suppress(OSError, ValueError):
-            discard_stdout()
-        return _fail(name, "standard output", error, MISUSED)
+        status = fail_of_system(name, error)
+        meeting.give_up(error, status)
+        return status
     except KeyboardInterrupt as stop:
         written = f"only {', '.join(session.files.written)} written" if session.files.written else "nothing written"
         return _fail(name, "interrupted", KeyboardInterrupt(str(stop) or written), INTERRUPTED)
 
 
 @contextmanager
-def _terminated_as_interrupted(options: argparse.Namespace) -> Generator[None]:
-    """SIGTERM, as batch systems send it at the end of a job's time, is what Ctrl-C is. Left alone are a launcher, which
-    passes it on, processes that one started, and whoever has a handler of its own."""
-    own = options.command == "launch" or launched() or threading.current_thread() is not threading.main_thread()
+def _terminated_as_interrupted() -> Generator[None]:
+    """SIGTERM, as batch systems send it at the end of a job's time, is what Ctrl-C is. Left alone are processes that a
+    launcher started, which passes it on, and whoever has a handler of its own."""
+    own = launched() or threading.current_thread() is not threading.main_thread()
     if own or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
@@ -165,7 +160,7 @@ class _Formatter(logging.Formatter):
 
 
 def _fail(name: str, what: str, error: BaseException, status: int) -> int:
-    print(f"{name}: {what}: {' '.join(str(error).split())}", file=sys.stderr)
+    fail(name, what, error, status)
     meeting.give_up(error, status)
     return status
 
@@ -426,10 +421,6 @@ def _profile(options: argparse.Namespace, session: _Session) -> int:
     return DONE
 
 
-def _launch(options: argparse.Namespace, session: _Session) -> int:
-    return launch_command(options)
-
-
 def _preflight(options: argparse.Namespace, session: _Session) -> int:
     with activity(options.quiet) as tell:
         preflight_command(options, session.out, tell)
@@ -445,7 +436,6 @@ _COMMANDS = {
     "view": _view,
     "export": _export,
     "profile": _profile,
-    "launch": _launch,
     "preflight": _preflight,
 }
 

@@ -30,10 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else MISUSED
     try:
         with _interrupts_deferred():
-            # JAX, and what else commands need, take seconds to import: `--help` does without.
-            from hapsynth.cli.commands import run_command
+            # JAX, and what else commands need, take seconds to import: `--help` and a launcher do without.
+            if options.command == "launch":
+                from hapsynth.cli.launch import run_launch as run
+            else:
+                from hapsynth.cli.commands import run_command as run
         with _dropped_interrupts_reraised():
-            return run_command(options)
+            return run(options)
     except KeyboardInterrupt:
         print(f"hapsynth {options.command}: interrupted: nothing written", file=sys.stderr)
         return INTERRUPTED

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from hapsynth._errors import UsageError
-from hapsynth._files import is_special, mode_of, resolved, temporary_beside
+from hapsynth._files import discard_stdout, is_special, mode_of, resolved, temporary_beside
 from hapsynth.cli.options import STDOUT
-from hapsynth.report.tables import discard_stdout
 
 
 class Outputs:

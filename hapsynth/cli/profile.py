@@ -12,9 +12,9 @@ from rich.console import Console
 
 from hapsynth._errors import UsageError
 from hapsynth._quantities import nbytes, plural, seconds
-from hapsynth.cli.launch import join_job
 from hapsynth.cli.model_file import load_target
 from hapsynth.cli.output_files import Outputs
+from hapsynth.cli.preflight import join_job
 from hapsynth.cli.selection import picked
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.ir import Graph

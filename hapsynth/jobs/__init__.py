@@ -1,16 +1,31 @@
-"""Jobs of many processes: where they meet, what they check before the first step, and how one command starts them."""
+"""Jobs of many processes: where they meet, what they check before the first step, and how one command starts them.
 
-from hapsynth.jobs.preflight import PreflightError, after_call, before_call, before_placing, check_mesh
+What needs JAX is imported when it is first asked for: a launcher does without.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from hapsynth.rendezvous.address import JobError
-from hapsynth.rendezvous.meeting import connect, initialize
 
-__all__ = [
-    "JobError",
-    "PreflightError",
-    "after_call",
-    "before_call",
-    "before_placing",
-    "check_mesh",
-    "connect",
-    "initialize",
-]
+if TYPE_CHECKING:
+    from hapsynth.jobs.preflight import PreflightError
+    from hapsynth.rendezvous.meeting import connect, initialize
+
+__all__ = ["JobError", "PreflightError", "connect", "initialize"]
+
+_NEED_JAX = {
+    "PreflightError": "hapsynth.jobs.preflight",
+    "connect": "hapsynth.rendezvous.meeting",
+    "initialize": "hapsynth.rendezvous.meeting",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_JAX:
+        return getattr(importlib.import_module(_NEED_JAX[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_NEED_JAX]

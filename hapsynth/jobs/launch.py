@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
-from hapsynth import _jax
+from hapsynth._xla_flags import AUTOTUNING
 from hapsynth.jobs.supervisor import Reaper, Supervisor
 from hapsynth.rendezvous.address import COORDINATOR, RENDEZVOUS, JobError, free_ports, parse_address
 from hapsynth.rendezvous.server import named
@@ -419,9 +419,9 @@ def _unshared() -> dict[str, str]:
     """XLA_FLAGS by which programs of the user's own compile among GPUs of several kinds, too (`_jax.UNSHARED`); those
     of a file, and what the user says of it, stay."""
     flags = os.environ.get("XLA_FLAGS", "").strip()
-    if _jax.AUTOTUNING in flags or (flags and not flags.startswith("-")):
+    if AUTOTUNING in flags or (flags and not flags.startswith("-")):
         return {}
-    return {"XLA_FLAGS": f"{flags} --{_jax.AUTOTUNING}=false".strip()}
+    return {"XLA_FLAGS": f"{flags} --{AUTOTUNING}=false".strip()}
 
 
 def _gpu_shares(gpus: int, processes: int) -> list[str]:

@@ -23,6 +23,7 @@ from hapsynth import _device_memory, _jax
 from hapsynth._quantities import nbytes
 from hapsynth._version import __version__
 from hapsynth._warn import warn_user
+from hapsynth._xla_flags import AUTOTUNING
 from hapsynth.hlo.collectives import first_difference
 from hapsynth.hlo.text import HloError
 from hapsynth.lower import parts
@@ -105,7 +106,7 @@ def software(process: str, host: str, mesh: Mesh) -> Facts:
     """Versions, devices and settings of this process, for a job over `mesh`."""
     # JAX names a folder of its cache only where the user did; folders may differ between machines.
     cache = {name: getattr(jax.config, name, None) for name in _CACHE}
-    flags = re.findall(rf"--{_jax.AUTOTUNING}(?:=(\w+))?(?=\s|$)", _jax.xla_flags())
+    flags = re.findall(rf"--{AUTOTUNING}(?:=(\w+))?(?=\s|$)", _jax.xla_flags())
     return {
         **gpu_software(mesh.devices.flat[0].platform),
         "process": process,
@@ -240,7 +241,7 @@ def _of_autotuning(facts: Sequence[Facts]) -> list[str]:
     return [
         f"the GPUs are of several kinds ({', '.join(sorted(kinds))}), and {_several(shards)} would share out the "
         "autotuning of kernels among them in programs that are not hapsynth's: where your script has a jax.jit over "
-        f"several processes, add --{_jax.AUTOTUNING}=false to XLA_FLAGS (plans have it by themselves)"
+        f"several processes, add --{AUTOTUNING}=false to XLA_FLAGS (plans have it by themselves)"
     ]
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import jax
-
 from hapsynth.rendezvous.address import COORDINATOR, TOKEN, Address, JobError, Timeouts, parse_address
 from hapsynth.rendezvous.coordinator import bear_silence
 from hapsynth.rendezvous.peers import CONNECT_S, Peers, loopback
@@ -277,6 +275,9 @@ class Client:
                 calls, since, self._unreached, self._never = self.calls.total(), time.monotonic(), [], []
             elif time.monotonic() - since > min(_STANDS_S, self.timeouts.silence / 4):
                 self._unreached, never = self._peers.unreached()
+                # A launcher, which does without JAX, watches none.
+                import jax
+
                 # Whom it never reached it may not need, until it is in a call; accelerators may have a network of
                 # their own.
                 self._never = never if calls and jax.default_backend() == "cpu" else []

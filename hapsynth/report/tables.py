@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from hapsynth._files import discard_stdout
 from hapsynth.cluster.cluster import Cluster
 
 WIDE = 10_000
@@ -32,13 +32,6 @@ class _Console(Console):
         an exit status to give."""
         self.quiet = True
         discard_stdout()
-
-
-def discard_stdout() -> None:
-    """What is written to standard output from now on goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def console(file: IO[str] | None = None) -> Console:

@@ -22,7 +22,7 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.program.program import ProgramError
-from hapsynth.jobs import check_mesh
+from hapsynth.jobs.preflight import check_mesh
 from hapsynth.plan import Plan
 from hapsynth.running.form import Form
 from hapsynth.running.plan_file import (

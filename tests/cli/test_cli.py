@@ -340,7 +340,16 @@ def command_line(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["search", "--help"], ["--print-completion", "bash"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--version"],
+        ["--help"],
+        ["search", "--help"],
+        ["--print-completion", "bash"],
+        ["launch", "-n", "2", "echo", "me"],
+    ],
+)
 def test_what_needs_no_jax_does_not_import_it(argv: list[str], tmp_path: Path) -> None:
     code = "import sys; from hapsynth.cli.main import main; main(sys.argv[1:]); sys.exit('jax' in sys.modules)"
     command = [sys.executable, "-c", code, *argv]
@@ -353,6 +362,7 @@ def test_importing_hapsynth_imports_nothing_else_until_asked() -> None:
     code = (
         "import sys, hapsynth; assert 'jax' not in sys.modules; assert 'synthesize' in dir(hapsynth); "
         "missing = [name for name in hapsynth.__all__ if not hasattr(hapsynth, name)]; assert not missing, missing; "
+        "assert all(name in dir(hapsynth.jobs) and getattr(hapsynth.jobs, name) for name in hapsynth.jobs.__all__); "
         "assert hapsynth.jobs.initialize and hapsynth.checkpoint.CheckpointError and hapsynth.targets.TargetError"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
