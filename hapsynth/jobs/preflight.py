@@ -55,8 +55,8 @@ def check_mesh(mesh: Any) -> None:
     if wrong:
         raise PreflightError(wrong)
     ranks = ranks_of(mesh)
-    # A process may plan for others: what it plans it can't call.
-    if len(ranks) > 1 and jax.process_index() in ranks:
+    # A process may plan for others: what it plans it can't call. Where the processes meet, though, all agree on.
+    if len(ranks) > 1 and (jax.process_index() in ranks or not meeting.knows_where):
         connect()
 
 

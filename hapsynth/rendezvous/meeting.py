@@ -80,6 +80,11 @@ class Meeting:
         return self._client is not None
 
     @property
+    def knows_where(self) -> bool:
+        """Whether the environment says where the processes meet, or they have agreed on it."""
+        return self._address is not None or says_where(os.environ)
+
+    @property
     def client(self) -> Client:
         """This process's side of the rendezvous, which it joins now if it has not. Raises JobError as `join` does."""
         self.join()
@@ -95,7 +100,7 @@ class Meeting:
             if (self._client.rank, self._client.processes) == here:
                 return
             self._client.close()
-        if address is None and self._address is None and not says_where(os.environ):
+        if address is None and not self.knows_where:
             self.agree(None)
         try:
             where = self._address if self._address and address is None else find_address(address)

@@ -396,6 +396,32 @@ def test_a_process_that_a_plan_leaves_out_has_nothing_to_compare(monkeypatch: py
     assert preflight.preflight(Mesh(jax.devices()[:2], ("d",))) == []
 
 
+@pytest.mark.parametrize(
+    ("rank", "coordinator", "address", "joins"),
+    [
+        (0, "a:1", None, True),
+        (2, "a:1", None, False),
+        (2, "", ("a", 2), False),
+        # As under srun.
+        (2, "", None, True),
+    ],
+)
+def test_all_agree_where_they_meet_those_that_a_mesh_leaves_out_too(
+    rank: int, coordinator: str, address: tuple[str, int] | None, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, joined = cast(Any, meeting.Meeting()), list[int]()
+    one._address = address
+    monkeypatch.delenv("HAPSYNTH_RENDEZVOUS", raising=False)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", coordinator)
+    monkeypatch.setattr(preflight, "meeting", one)
+    monkeypatch.setattr(preflight, "connect", lambda: joined.append(rank))
+    monkeypatch.setattr(preflight, "ranks_of", lambda mesh: (0, 1))
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(jax, "process_index", lambda: rank)
+    preflight.check_mesh(Mesh(jax.devices(), ("d",)))
+    assert joined == [rank] * joins
+
+
 # The launcher.
 
 
