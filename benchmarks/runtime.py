@@ -18,10 +18,13 @@ process, measured and predicted), `serial`, the program of these two with one in
 
 All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
 until it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but
-`ddp`) are in the JSON file before anything is measured. After the last round each system's state and losses must agree
-with those of as many steps in one process. `ideal`: all work at the speed of all processes together, at no cost; each
-process's speed is that at which it does whole steps by itself while the others do too. `by quota`: the same of what the
-quotas promise, by the speed of the first (a process that is stopped every few milliseconds has a little less).
+`ddp`) are in the JSON file before anything is measured: `predicted_s` on the cluster as it was profiled, minutes ago
+and by other ops, and `predicted_at_speed_s` at the speeds of right before, by the `Monitor` of systems that are
+watched, at the sizes that it proposed if it did, and else by the steps that each process does by itself. After the last
+round each system's state and losses must agree with those of as many steps in one process. `ideal`: all work at the
+speed of all processes together, at no cost; each process's speed is that at which it does whole steps by itself while
+the others do too. `by quota`: the same of what the quotas promise, by the speed of the first (a process that is stopped
+every few milliseconds has a little less).
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from harness.command import again, names, parser, write_json
 from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
 from harness.timing import KEEPS_MEMORY, together
 from systems import ddp
-from systems.planned import at_rows, chosen
+from systems.planned import alone_seconds, at_rows, at_speeds, chosen
 from systems.stepped import (
     AGREE,
     Alone,
@@ -121,6 +124,8 @@ class Row:
 
     record: dict[str, Any]
     system: System
+    predicted: Callable[[Floats], float] | None = None
+    """Seconds of a step where devices take so many times as long as they were profiled to [devices]."""
 
 
 class Measuring(Worker):
@@ -161,8 +166,12 @@ class Measuring(Worker):
         if self.job.first:
             quotas = [float(q) for q in CLUSTERS[self.options.cluster]["quotas"].split(":")]
             by_quota = float(each[0]) * quotas[0] / sum(quotas)
+            with emulated.unlimited():
+                slowdown = each / alone_seconds(fn, shapes, traced, cluster)
             for row in rows:
                 row.record |= {"ideal_s": 1 / float((1 / each).sum()), "by_quota_s": by_quota, "alone_s": each.tolist()}
+                if row.predicted and not _is_watched(row.record["system"]):
+                    row.record["predicted_at_speed_s"] = row.predicted(slowdown)
             self.write(rows)
         self.meet()
         self.tell(f"{name}: measuring")
@@ -210,10 +219,11 @@ class Measuring(Worker):
         for _ in range(_WATCHED):
             row.system.step()
             if proposal := monitor.step():
-                row.record |= {"proposed": proposal.slowdown, "predicted_s": proposal.after_s}
+                row.record["proposed"] = proposal.slowdown
                 row.system = Planned(proposal.plan)
                 with emulated.unlimited():
                     proposal.plan.lower().compile()
+        row.record["predicted_at_speed_s"] = monitor.predicted_at_speed_s
         row.system.place(arguments)
         row.system.step()
         row.system.place(arguments)
@@ -236,7 +246,7 @@ class Measuring(Worker):
             plan = plan.without_overlap()
         contest = self.contest(model, plan, arguments) if system == "fastest" else None
         plan = contest.plan if contest else plan
-        predicted_s = plan.cost
+        predicted_s, predicted = plan.cost, partial(at_speeds, plan)
         runner: System
         match system:
             case "even" | "fsdp":
@@ -244,7 +254,8 @@ class Measuring(Worker):
             case "by_speed":
                 rows = jax.tree.leaves(arguments[1])[0].shape[0]
                 each = rows_by_speed(rows, speeds.tolist())
-                predicted_s, runner = at_rows(plan, each), BySpeed(fn, self.mesh, each)
+                predicted_s, predicted = at_rows(plan, each), partial(at_rows, plan, each)
+                runner = BySpeed(fn, self.mesh, each)
             case _:
                 runner = Planned(plan)
         record["predicted_s"] = predicted_s
@@ -252,7 +263,7 @@ class Measuring(Worker):
             record["form"] = plan.form
         if contest:
             record |= {"contest": contest.name, "contest_s": dict(contest.seconds)}
-        return Row(record, runner)
+        return Row(record, runner, predicted)
 
     def contest(self, model: str, plan: hapsynth.Plan, arguments: Arguments) -> hapsynth.AutotuneResult | None:
         plans = hapsynth.autotune_candidates(plan, self.mesh, within=_WITHIN)
@@ -328,7 +339,7 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
         by_quota = next(iter(these.values()))["by_quota_s"]
         print(f"\n{model} on {where} ({CLUSTERS[where]['quotas']}): ideal {ideal:.3f} s, by quota {by_quota:.3f} s")
         print(f"{'system':<20}{'median':>10}{'spread':>8}{f'{base} / it':>12}{'middle half':>16}{'predicted':>12}"
-              f"{'pred/meas':>10}{'ideal/it':>10}{'off':>10}")  # fmt: skip
+              f"{'pred/meas':>10}{'at speed':>12}{'at/meas':>10}{'ideal/it':>10}{'off':>10}")  # fmt: skip
         for name, r in these.items():
             ratios = np.array(these[base]["times_s"][_WARM_UP:]) / np.array(r["times_s"][_WARM_UP:])
             low, high = np.quantile(ratios, [0.25, 0.75])
@@ -337,11 +348,11 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
             wrong = off is not None and off > AGREE
             fine &= not wrong
             compared = "-" if off is None else f"{off:.1e}"
-            predicted, met = "-", "-"
-            if r["predicted_s"] is not None:
-                predicted, met = f"{r['predicted_s']:.3f} s", f"{r['predicted_s'] / median:.2f}"
+            told = ""
+            for seconds in (r["predicted_s"], r.get("predicted_at_speed_s")):
+                told += f"{'-':>12}{'-':>10}" if seconds is None else f"{seconds:>10.3f} s{seconds / median:>10.2f}"
             print(f"{name:<20}{median:>8.3f} s{r['spread']:>8.0%}{these[base]['median_s'] / median:>12.2f}"
-                  f"{f'{low:.2f} .. {high:.2f}':>16}{predicted:>12}{met:>10}"
+                  f"{f'{low:.2f} .. {high:.2f}':>16}{told}"
                   f"{r['ideal_s'] / median:>10.2f}{compared:>10}{'  VALUES DIFFER' if wrong else ''}")  # fmt: skip
     return fine
 

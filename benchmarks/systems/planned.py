@@ -9,14 +9,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 import hapsynth
+from hapsynth.adapting import rebalance
 from hapsynth.graph.trace import Traced
 from hapsynth.instructions.layout import S
 from hapsynth.plan import Form
+from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.baselines import NAMES, Baseline, Baselines
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.task import PlanningOptions, Task
+from hapsynth.search.scheduling.timeline import step_seconds
 from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.sizer import Sizer
 from systems.hap import Hap
@@ -71,11 +74,32 @@ def by_shares(
     return hapsynth.Plan(traced, result, cluster, fn=fn)
 
 
-def at_rows(plan: hapsynth.Plan, rows: Sequence[int]) -> float:
-    """Predicted seconds of data parallelism where each device has so many rows of the batch."""
-    costs = plan.cost_model()
+def alone_seconds(fn: Any, shapes: Any, traced: Traced, cluster: hapsynth.Cluster) -> Floats:
+    """Predicted seconds of a whole step on each device by itself, float64 [devices]."""
+    each = {kind: i for i, kind in enumerate(cluster.devices)}
+    found = {k: chosen(["even"], fn, shapes, traced, cluster.subset([i]))["even"].cost for k, i in each.items()}
+    return np.array([found[kind] for kind in cluster.devices])
+
+
+def at_rows(plan: hapsynth.Plan, rows: Sequence[int], slowdown: Floats | None = None) -> float:
+    """Predicted seconds of data parallelism where each device has so many rows of the batch. `slowdown`: as of
+    `at_speeds`."""
+    costs = _slowed(plan, slowdown)
     sizes = Sizer(plan.program, plan.sizes.classes, costs).fixed(np.array(rows, np.float64))
     return program_cost(plan.program, sizes, costs)
+
+
+def at_speeds(plan: hapsynth.Plan, slowdown: Floats) -> float:
+    """Predicted seconds of a step where each device of the cluster takes so many times as long as it says, float64
+    [devices]."""
+    return step_seconds(plan.program, plan.sizes, _slowed(plan, slowdown), overlap=plan.result.overlap)
+
+
+def _slowed(plan: hapsynth.Plan, slowdown: Floats | None) -> CostModel:
+    if slowdown is None:
+        return plan.cost_model()
+    cluster = rebalance.at_speeds(plan.cluster, range(plan.cluster.n), slowdown, 0.0)
+    return plan.cost_model(cluster.subset(plan.devices))
 
 
 def as_plan(b: Baseline, fn: Any, traced: Traced, cluster: hapsynth.Cluster) -> hapsynth.Plan:

@@ -54,6 +54,9 @@ class Monitor(Generic[P]):
     measured as they run at least the calls that the plan is predicted to make in 50 times `probe_s`, so that training
     stands still for 2 % of the time.
 
+    `predicted_at_speed_s`: seconds of a step of the watched plan at the speeds that were measured last, proposed or
+    not; `plan.cost` until then.
+
     In a run of several processes each has a monitor with the same options and calls `step` equally often.
     Raises TypeError for what is no plan, ValueError for options that are of no use and RuntimeError for a plan without
     devices.
@@ -94,16 +97,19 @@ class Monitor(Generic[P]):
         """What is known now, for whatever logs a training run (TensorBoard, Weights & Biases): name -> figure.
 
         `hapsynth/predicted_step_s`: of the plan that is watched. `hapsynth/slowdown`: of this process, as it was last
-        measured; `hapsynth/slowdown/D`: of device D of the cluster, the median of the window, once that is full.
+        measured. Once the window is full, `hapsynth/slowdown/D`: of device D of the cluster, the median of the window;
+        `hapsynth/predicted_step_at_speed_s`: of the plan at these.
         """
         known = {"hapsynth/predicted_step_s": self.plan.cost}
         if self._measured:
             known["hapsynth/slowdown"] = self._measured[-1]
         of_devices = dict(zip(self.plan.devices, self._slowdowns))
+        if of_devices:
+            known["hapsynth/predicted_step_at_speed_s"] = self.predicted_at_speed_s
         return known | {f"hapsynth/slowdown/{device}": s for device, s in of_devices.items()}
 
     def _watch(self, plan: P) -> None:
-        self.plan = plan
+        self.plan, self.predicted_at_speed_s = plan, plan.cost
         self._slowdowns: tuple[float, ...] = ()
         self.__dict__.pop("_probe", None)
         self._measured.clear()
@@ -152,7 +158,7 @@ class Monitor(Generic[P]):
             return None
         assert self.plan.mesh is not None
         proposal = propose(self.plan, gathered(self.plan.mesh, np.array(self._measured)), self.threshold)
-        self._slowdowns = proposal.slowdown
+        self._slowdowns, self.predicted_at_speed_s = proposal.slowdown, proposal.after_s
         logger.info("slowdown of each device: %s", ", ".join(f"{s:.3g}" for s in proposal.slowdown))
         if proposal.plan is self.plan:
             return None

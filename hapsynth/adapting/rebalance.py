@@ -107,7 +107,7 @@ def propose(plan: P, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal
     cost = partial(step_seconds, overlap=plan.result.overlap)
 
     def at(slowdown: Floats) -> tuple[Cluster, CostModel]:
-        cluster = _at_speeds(plan.cluster, plan.devices, slowdown, threshold)
+        cluster = at_speeds(plan.cluster, plan.devices, slowdown, threshold)
         return cluster, plan.cost_model(cluster.subset(plan.devices))
 
     def gains(sizes: Sizes, costs: CostModel) -> bool:
@@ -126,7 +126,7 @@ def propose(plan: P, slowdown: Floats, threshold: float = THRESHOLD) -> Proposal
     return Proposal(new, before, new.cost, tuple(slowdown.tolist()))
 
 
-def _at_speeds(cluster: Cluster, devices: Sequence[int], slowdown: Floats, tolerance: float) -> Cluster:
+def at_speeds(cluster: Cluster, devices: Sequence[int], slowdown: Floats, tolerance: float) -> Cluster:
     """The cluster whose `devices` take so many times as long for everything.
 
     Devices of a kind whose slowdowns lie within the tolerance are one kind, at their median: they keep equal shares.

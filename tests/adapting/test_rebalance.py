@@ -343,8 +343,13 @@ def test_a_monitor_proposes_when_a_device_stays_slow(plan: Plan) -> None:
     predicted = float(busy_seconds(plan).max())
     monitor = Monitor(plan, every=2, window=3)
     # One process: its times are of all devices, which slow alike, so nothing is to be gained.
+    assert monitor.predicted_at_speed_s == plan.cost
     assert [monitor.step(seconds=predicted * 5) for _ in range(8)] == [None] * 8
     assert monitor.plan is plan
+    # What a step takes then is told all the same.
+    slowed = propose(plan, np.full(4, 5.0)).before_s
+    assert monitor.predicted_at_speed_s == pytest.approx(slowed)
+    assert monitor.scalars["hapsynth/predicted_step_at_speed_s"] == monitor.predicted_at_speed_s > plan.cost
 
 
 def test_a_monitor_stops_training_for_a_fiftieth_of_the_time(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,6 +380,7 @@ def test_a_monitor_takes_the_median_of_its_window(plan: Plan, monkeypatch: pytes
     assert said[5].gain > 1.3
     # It goes on with the plan that it proposed, on which nothing was measured yet.
     assert monitor.plan is said[5].plan
+    assert monitor.predicted_at_speed_s == said[5].after_s
     assert monitor.scalars == {"hapsynth/predicted_step_s": monitor.plan.cost}
     assert [monitor.step(seconds=predicted) for _ in range(5)] == [None] * 5
 

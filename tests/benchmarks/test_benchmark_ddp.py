@@ -84,7 +84,7 @@ def test_the_report_has_a_row_without_prediction(capsys: pytest.CaptureFixture[s
     torch = {**row, "system": "ddp", "predicted_s": None, "times_s": [2.0] * 5, "median_s": 2.0}
     assert runtime.report([even, torch])
     line = capsys.readouterr().out.splitlines()[-1].split()
-    assert line == ["ddp", "2.000", "s", "10%", "0.50", "0.50", "..", "0.50", "-", "-", "0.40", "1.0e-06"]
+    assert line == ["ddp", "2.000", "s", "10%", "0.50", "0.50", "..", "0.50", "-", "-", "-", "-", "0.40", "1.0e-06"]
 
 
 @pytest.mark.skipif(not TORCH, reason=f"{ddp.VARIABLE} names no interpreter with PyTorch")

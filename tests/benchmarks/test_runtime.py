@@ -82,6 +82,8 @@ def test_the_report_refuses_values_that_differ(capsys: pytest.CaptureFixture[str
     plan = {**EVEN, "system": "plan", "times_s": [9.0, 9.0, 0.5, 0.5, 0.5], "median_s": 0.5}
     assert runtime.report([EVEN, plan])
     assert "2.00 .. 2.00" in capsys.readouterr().out
+    assert runtime.report([EVEN | {"predicted_at_speed_s": 1.5}])
+    assert capsys.readouterr().out.splitlines()[-1].split()[-8:-2] == ["0.900", "s", "0.90", "1.500", "s", "1.50"]
     assert not runtime.report([EVEN, {**plan, "off": 1e-3}])
     assert "VALUES DIFFER" in capsys.readouterr().out
 
@@ -126,6 +128,12 @@ def test_by_speed_is_predicted_at_the_rows_that_it_runs() -> None:
     plan = planned.chosen(["by_speed"], fn, shapes, trace(fn, shapes), cluster)["by_speed"]
     assert planned.at_rows(plan, [12, 4]) == pytest.approx(plan.cost)
     assert planned.at_rows(plan, [8, 8]) > plan.cost
+    alone = planned.alone_seconds(fn, shapes, trace(fn, shapes), cluster)
+    assert alone[0] < alone[1]
+    # Where the slow one turns out half as fast.
+    slowed = planned.at_speeds(plan, np.array([1.0, 2.0]))
+    assert slowed > plan.cost
+    assert planned.at_rows(plan, [12, 4], np.array([1.0, 2.0])) == pytest.approx(slowed)
 
 
 def test_the_program_of_a_plan_with_overlap_runs_without() -> None:
