@@ -32,7 +32,7 @@ Written as TOML (`examples/clusters/`). Units are never optional:
     speed = 0.5                       # scales flops and bandwidth
     price_per_hour = 1.2              # of a device, in any currency: for `search --advise`
     contention = 1.05                 # how many times as long computing takes while a collective runs
-    contention_delay = "12 ms"        # what such a collective takes longer than alone
+    contention_delay = "12 ms"        # what each exchange of such a collective takes longer than alone
 
 `hapsynth profile` writes measured figures beside these, which go before them:
 

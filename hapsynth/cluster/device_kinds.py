@@ -89,9 +89,9 @@ class DeviceKind:
     `measured`. Not to be changed. `source`: where the figures stand; not compared. `price_per_hour`: of one device, in
     any currency, None where it is not known; not compared. `granularity`: below which sizes it works for nothing.
     `contention`: how many times as long computing takes while a collective runs, measured or stated; None where it is
-    not known, and `default_contention` has to do, which is not compared. `contention_delay`: seconds by which a
-    collective takes longer while the device computes, as its threads wait for a core first. `card`: the known GPU that
-    it is, for compilers, where its name does not say so (`card_of`); not compared.
+    not known, and `default_contention` has to do, which is not compared. `contention_delay`: seconds by which an
+    exchange of a collective takes longer while the device computes, as its threads wait for a core first. `card`: the
+    known GPU that it is, for compilers, where its name does not say so (`card_of`); not compared.
 
     Raises ClusterError for a figure that is not finite and positive (`overhead` and `contention_delay` may be 0), a
     contention below 1, or an empty name.

@@ -41,6 +41,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from hapsynth.instructions.collectives import are_equal
 from hapsynth.instructions.rules.registry import apart
+from hapsynth.instructions.staging import gloo as ways
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._ordered_floats import from_ordered, to_ordered
@@ -77,10 +78,11 @@ def all_reduce(
     n = _size(axis, groups)
     if gloo is not None and (groups is None or are_equal(groups)):
         flat = x.reshape(-1)
-        if x.nbytes * n <= gloo.gloo_gathered_bytes:
+        by = ways.all_reduce(x.nbytes, n, gloo, one_axis=isinstance(axis, str)).by
+        if by == "gather":
             gathered = all_gather(flat, axis, 0, gloo, each, groups)
             return reduce(pair, lax.split(gathered, [x.size] * n)).reshape(x.shape)
-        if _goes_at_once(x.nbytes / n, axis, n, gloo):
+        if by == "at once":
             padded = jnp.pad(flat, (0, -x.size % n))
             blocks = lax.split(_swapped(padded, axis, 0, 0, each, groups), [padded.size // n] * n)
             whole = all_gather(reduce(pair, blocks), axis, 0, gloo, each, groups)
@@ -105,7 +107,7 @@ def psum_scatter(
         scatter = partial(lax.psum_scatter, axis_name=axis, axis_index_groups=groups, tiled=True)
         return each(lambda x: scatter(x, scatter_dimension=dim), x)
     n = _size(axis, groups)
-    if x.nbytes <= gloo.gloo_at_once_bytes * n:
+    if ways.reduce_scatter(x.nbytes, n, gloo).by == "at once":
         blocks = all_to_all(x, axis, dim, dim, gloo, each, groups)
         return reduce(lax.add, lax.split(blocks, [x.shape[dim] // n] * n, dim))
     me, x = _place(axis, groups), apart(x)
@@ -127,9 +129,10 @@ def all_gather(
     one and receives from another."""
     n = _size(axis, groups)
     gather = partial(lax.all_gather, axis_name=axis, axis_index_groups=groups)
-    if gloo is not None and _goes_at_once(x.nbytes, axis, n, gloo):
+    by = None if gloo is None else ways.all_gather(x.nbytes, n, gloo, one_axis=isinstance(axis, str)).by
+    if by == "at once":
         return _swapped(lax.concatenate([x] * n, dim), axis, dim, dim, each, groups)
-    if gloo is None or n != 2 or x.nbytes <= gloo.gloo_segment_bytes:
+    if gloo is None or by != "segments":
         return each(lambda x: gather(x, axis=dim, tiled=True), x)
     parts = [each(gather, part) for part in _segments(x, gloo)]
     joined = lax.concatenate(parts, 1).reshape(n, *x.shape)
@@ -147,7 +150,7 @@ def all_to_all(
 ) -> jax.Array:
     """As JAX's, tiled. `gloo`: as for `all_reduce`; large blocks then go in rounds, to one device at a time."""
     n = _size(axis, groups)
-    if gloo is None or x.nbytes <= gloo.gloo_segment_bytes * n:
+    if gloo is None or ways.all_to_all(x.nbytes, n, gloo).by == "at once":
         return _swapped(x, axis, split, concat, each, groups)
     me, x = _place(axis, groups), apart(x)
     mine = _block(x, me, n, split)
@@ -165,11 +168,6 @@ def _swapped(x: jax.Array, axis: Any, split: int, concat: int, each: Each, group
     x = lax.optimization_barrier(x)
     swap = partial(lax.all_to_all, axis_name=axis, axis_index_groups=groups, tiled=True)
     return each(lambda x: swap(x, split_axis=split, concat_axis=concat), x)
-
-
-def _goes_at_once(nbytes: float, axis: str | tuple[str, ...], n: int, gloo: LoweringOptions) -> bool:
-    """Whether blocks of so many bytes go to all of `n` devices at once. JAX has no all-to-all along several axes."""
-    return n > 2 and nbytes <= gloo.gloo_at_once_bytes and isinstance(axis, str)
 
 
 def _size(axis: str | tuple[str, ...], groups: Groups) -> int:
@@ -198,13 +196,13 @@ def _sent_on(x: jax.Array, axis: str, away: int, gloo: LoweringOptions, each: Ea
     n = _size(axis, groups)
     onward = [(group[i], group[(i + away) % n]) for group in groups or [range(n)] for i in range(n)]
     sent = lambda part: lax.ppermute(part, axis, onward)
-    if 2 * away % n:
+    if ways.messages(x.nbytes, n, away, gloo) == 1:
         return each(sent, x)
     # Two devices send one another.
     return lax.concatenate([each(sent, part) for part in _segments(x, gloo)], 0).reshape(x.shape)
 
 
 def _segments(x: jax.Array, gloo: LoweringOptions) -> list[jax.Array]:
-    count = max(1, -(-x.nbytes // gloo.gloo_segment_bytes))
+    count = ways.segments(x.nbytes, gloo)
     least, more = divmod(x.size, count)
     return list(lax.split(x.reshape(-1), [least + 1] * more + [least] * (count - more)))

@@ -57,7 +57,8 @@ def contention_lines(plan: Plan) -> Iterable[str]:
     """How much longer computing takes beside a collective, and a collective beside it, and where that is from."""
     for kind in dict.fromkeys(plan.used.devices):
         known = "as its description says" if kind.contention is not None else "a default: not measured"
-        late = f", which takes {seconds(kind.contention_delay)} longer then" if kind.contention_delay else ""
+        delay = kind.contention_delay
+        late = f", of which each exchange takes {seconds(delay)} longer then" if delay else ""
         slower = f"{kind.name}: computing takes {kind.slowdown:g}x as long beside a collective"
         yield f"contention     {slower} ({known}){late}"
 

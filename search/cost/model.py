@@ -112,7 +112,7 @@ class CostModel:
         self.slowdown = np.array([kind.slowdown for kind in self.kinds])[self.kind_of]
         """float64 [devices]: how many times as long computing takes each while a collective runs."""
         self.delay = np.array([kind.contention_delay for kind in self.kinds])[self.kind_of]
-        """float64 [devices]: seconds by which a collective takes longer beside computing of each."""
+        """float64 [devices]: seconds by which an exchange of a collective takes longer beside computing of each."""
         self.room = room
         self.links = axis_links(cluster, self.axes)
         self._speeds: dict[tuple[str, str, bool], Speeds] = {}
@@ -566,13 +566,20 @@ class CostModel:
         link, nbytes = self.links[axis], float(self.graph.values[value].nbytes)
         if not step.communicates or link.n == 1 or nbytes == 0:
             return Sent()
-        held = shares if isinstance(shares, Shares) else Shares(shares)
-        if step.balances:
-            held = held.evened(self.graph.values[value].shape, self.lengths)
-        parts = step.sends(source, target, axis)
+        held, parts = self._held(value, shares, step), step.sends(source, target, axis)
         found = reduce(Sent.then, (PRICES[name].sent(link, name, nbytes, sent, held) for name, sent in parts))
         turning = self.turning(value, source, axis)
         return found._replace(turned_s=turning * held_fraction(target, held.largest) if turning else 0.0)
+
+    def exchanges(self, value: int, source: Layout, target: Layout, axis: int, shares: Shares, step: Collective) -> int:
+        """Those that wait for one another where gloo runs a step that sends something, which goes with no other."""
+        link, nbytes = self.links[axis], float(self.graph.values[value].nbytes)
+        held, parts = self._held(value, shares, step), step.sends(source, target, axis)
+        return sum(PRICES[name].exchanges(link, name, nbytes, sent, held, self.lowering) for name, sent in parts)
+
+    def _held(self, value: int, shares: Shares | Largest, step: Collective) -> Shares:
+        held = shares if isinstance(shares, Shares) else Shares(shares)
+        return held.evened(self.graph.values[value].shape, self.lengths) if step.balances else held
 
     def bytes_sent(
         self, value: int, source: Layout, target: Layout, axis: int, largest: Largest, step: Collective

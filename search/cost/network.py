@@ -18,6 +18,7 @@ from hapsynth.cluster.curves import Curve, Lines
 from hapsynth.cluster.links import HostLinks, Link
 from hapsynth.instructions.collectives import (
     EVEN,
+    STEPS,
     Block,
     Collective,
     Exchanged,
@@ -33,7 +34,9 @@ from hapsynth.instructions.collectives import (
     tree_rounds,
 )
 from hapsynth.instructions.layout import MOST_AXES
+from hapsynth.instructions.staging import gloo
 from hapsynth.instructions.staging.moved_rows import even_rows, moved, rounds
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.search.cost.device_speed import Floats, Ints
 from hapsynth.search.cost.least_rounds import least_rounds, least_rounds_of_each
 from hapsynth.search.cost.share_range import Mask, ShareRange
@@ -303,6 +306,14 @@ class Price:
         latency = link.seconds(step, 0.0)
         return Sent(wire, latency, link.seconds(step, wire) - latency)
 
+    def exchanges(
+        self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares, options: LoweringOptions
+    ) -> int:
+        """Those that wait for one another where gloo sends a value of `nbytes`."""
+        assert isinstance(traffic, Block)
+        sent = traffic.nbytes(nbytes, shares.largest) * (link.n if STEPS[step].splits else 1)
+        return gloo.exchanges(step, sent, link.n, link.hosts, options)
+
 
 class PriceOfMoves(Price):
     """In proportion to the rows that change their owner: a permute for each distance that some move, padded to the
@@ -326,6 +337,13 @@ class PriceOfMoves(Price):
         latency, moving = map(float, self.between(link, shares.each(*traffic.old), shares.each(*traffic.new), whole))
         # In bytes of the slowest link, as of what was measured around the axis.
         return Sent(moving * link.shifts[0] / (link.rounds[1][0] * link.beta), latency, moving)
+
+    def exchanges(
+        self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares, options: LoweringOptions
+    ) -> int:
+        assert isinstance(traffic, Moved)
+        longest, _ = moved(shares.each(*traffic.old), shares.each(*traffic.new))
+        return int((longest > 0).sum())
 
 
 class PriceOfRounds(Price):
@@ -381,6 +399,13 @@ class PriceOfRounds(Price):
         assert isinstance(traffic, Exchanged)
         whole = nbytes * prod(shares.largest(*cut) for cut in traffic.around)
         return Sent(*map(float, self.between(link, shares.each(*traffic.old), shares.each(*traffic.new), whole)))
+
+    def exchanges(
+        self, link: AxisLink, step: str, nbytes: float, traffic: Traffic, shares: Shares, options: LoweringOptions
+    ) -> int:
+        assert isinstance(traffic, Exchanged)
+        pieces = rounds(shares.each(*traffic.old), shares.each(*traffic.new), link.n)[1:]
+        return int((pieces > _NOTHING).sum())
 
 
 _USUAL = "all_to_all"

@@ -215,6 +215,7 @@ class Neighbours:
             return None
         plain, makers = self._simulation, self.tasks.makers
         users, missing, seconds = [*plain.users], [*plain.missing], [[*each] for each in plain.seconds]
+        delay = None if plain.delay is None else [*plain.delay]
         first: dict[int, int] = {}
         for bundle, transfer in bundles:
             one = bundle[0]
@@ -223,12 +224,14 @@ class Neighbours:
             missing[one] = sum(plain.missing[task] for task in bundle)
             for each in seconds:
                 each[one] = transfer.seconds
+            if delay is not None:
+                delay[one] = self.tasks.late_by(transfer.seconds, transfer.exchanges(self.tasks.lowering))
         for one in {first.get(maker, maker) for task in first for maker in makers[task]}:
             users[one] = [first.get(user, user) for user in users[one]]
         order = nearest_order([task for task in self.timeline.order if task not in first], users, missing)
         if order is None:
             return None
-        _, end = replace(plain, seconds=seconds, users=users, missing=missing).run(order)
+        _, end = replace(plain, seconds=seconds, users=users, missing=missing, delay=delay).run(order)
         machine = plain.machine
         sending = sum([max(each[task] for each in seconds) for task in order if machine[task] is Machine.LINK])
         return Trial(max(max(each) for each in end), sending)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property, reduce
 from heapq import heappop, heappush
-from math import fsum
+from math import exp, fsum
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.bundles import bundles_of, family
 from hapsynth.instructions.program.program import Block, Compute, Convert, Program, Property, nested
 from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.instructions.staging import gloo
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.search.cost.device_speed import Floats, Ints
 from hapsynth.search.cost.model import CostModel
@@ -68,6 +69,10 @@ class Transfer(NamedTuple):
     def seconds(self) -> float:
         return float(self.link.seconds(self.step, self.wire_bytes)) + self.turned_s
 
+    def exchanges(self, options: LoweringOptions) -> int:
+        """Those that wait for one another where gloo sends it."""
+        return gloo.exchanges(self.step, self.nbytes, self.link.n, self.link.hosts, options)
+
     @property
     def latency_s(self) -> float:
         """Seconds that it takes however little it sends."""
@@ -100,9 +105,10 @@ class TaskGraph:
     `seconds`: float64 [tasks, groups], how long a task takes each group of devices; those of a collective are alike.
     `group_of`: int [devices]. `instructions`: per task, the program's by their places; none for an argument that is
     fed. `slowdown`: float64 [groups], how many times as long computing takes each while something is sent; None for
-    as long as alone. `delay`: float64 [groups], seconds by which a collective takes longer beside computing of each;
-    None for none. `sent_in`: of a loop or branch, its seconds in which it sends. `transfers`: of each
-    collective that could go with others. `lowering`: says which may. `unbundled`: the same tasks before collectives
+    as long as alone. `delay`: float64 [groups], seconds by which an exchange takes longer beside computing of each;
+    None for none. `exchanges`: of a collective, how many wait for one another, where gloo's may be delayed. `sent_in`:
+    of a loop or branch, its seconds in which it sends. `transfers`: of each collective that could go with others.
+    `lowering`: says which may, and what gloo is given. `unbundled`: the same tasks before collectives
     were joined; None where none are.
     """
 
@@ -114,6 +120,7 @@ class TaskGraph:
     group_of: Ints
     slowdown: Floats | None = None
     delay: Floats | None = None
+    exchanges: Mapping[int, int] = field(default_factory=dict[int, int])
     sent_in: Mapping[int, float] = field(default_factory=dict[int, float])
     transfers: Mapping[int, Transfer] = field(default_factory=dict[int, Transfer])
     lowering: LoweringOptions = DEFAULT
@@ -127,6 +134,19 @@ class TaskGraph:
             for maker in makers:
                 found[maker].append(task)
         return tuple(map(tuple, found))
+
+    def late_by(self, seconds: float, exchanges: int) -> list[float]:
+        """Seconds by which a collective that takes so many alone takes longer beside computing of each group.
+
+        Before each of its exchanges all wait for a thread that waits for a core: the delay in the mean, longer ones
+        exponentially rarer. What was sent in the one before is still on its way meanwhile, and hides as much of it.
+        """
+        assert self.delay is not None
+        if not exchanges:
+            # An all-to-all in rounds of which one device alone has something: priced, and nothing is sent.
+            return [0.0] * len(self.delay)
+        each = self.delay.tolist()
+        return [d and d * (1.0 + (exchanges - 1) * exp(-seconds / exchanges / d)) for d in each]
 
     @cached_property
     def longest(self) -> list[float]:
@@ -178,6 +198,7 @@ class TaskGraph:
         seconds = self.seconds[found]
         instructions = [self.instructions[one] for one in found]
         transfers = {number[one]: self.transfers[one] for one in found if one in self.transfers}
+        exchanges = {number[one]: self.exchanges[one] for one in found if one in self.exchanges}
         for one, bundle in members.items():
             at = number[one]
             instructions[at] = tuple([k for task in bundle for k in self.instructions[task]])
@@ -185,12 +206,15 @@ class TaskGraph:
                 transfers[at] = reduce(Transfer.beside, [self.transfers[task] for task in bundle])
             if len(bundle) > 1:
                 seconds[at] = transfers[at].seconds if at in transfers else self.seconds[bundle].sum(axis=0)
+                if at in transfers and self.delay is not None:
+                    exchanges[at] = transfers[at].exchanges(self.lowering)
         return replace(
             self,
             machine=tuple([self.machine[one] for one in found]),
             seconds=seconds,
             makers=tuple([tuple([number[m] for m in makers[one]]) for one in found]),
             instructions=tuple(instructions),
+            exchanges=exchanges,
             sent_in={number[task]: sent for task, sent in self.sent_in.items()},
             transfers=transfers,
             unbundled=self._unbundled(members.values()),
@@ -296,6 +320,7 @@ class _Builder:
         """A reader of a property, or what made it where nothing reads it, and the task that makes it again: a ZeRO-3
         gather before the backward pass. In a program's order a read is of what was made last."""
         self.sent_in: dict[int, float] = {}
+        self.exchanges: dict[int, int] = {}
 
     def graph(self, dominated: bool) -> TaskGraph:
         leader = self._leaders(dominated)
@@ -329,6 +354,7 @@ class _Builder:
             *graph,
             self.costs.slowdown[alone],
             self.costs.delay[alone] if self.costs.delay.any() else None,
+            self.exchanges,
             self.sent_in,
             self.transfers,
             self.costs.lowering,
@@ -374,6 +400,9 @@ class _Builder:
         sent = self.costs.sent_alone(i.value, i.source, i.target, i.axis, held, i.collective)
         if not sent.seconds:
             return 0.0
+        if self.costs.delay.any():
+            count = self.costs.exchanges(i.value, i.source, i.target, i.axis, held, i.collective)
+            self.exchanges[len(self.machine)] = count
         kind = family(i, self.costs.graph.values[i.value].dtype)
         if kind is not None:
             nbytes = self.costs.bytes_sent(i.value, i.source, i.target, i.axis, held.largest, i.collective)

@@ -3,8 +3,8 @@
 Every device computes its tasks one after another in the order given. A collective starts once all devices have made its
 operand and the link is done with the one before it, in the order given: computing does not wait for it but where its
 result is used, and takes as much longer meanwhile as the devices' contention says. A collective beside which a
-device computes takes that device's contention delay longer. The time counts from a common start, all arguments there,
-to the last result on the last device.
+device computes takes longer by that device's contention delay, at each of its exchanges. The time counts from a common
+start, all arguments there, to the last result on the last device.
 """
 
 from __future__ import annotations
@@ -112,20 +112,25 @@ def step_seconds(program: Program, sizes: Sizes, costs: CostModel, *, overlap: b
 class Simulation:
     """Tasks by their machines. In plain floats: groups are few, and arrays of so few numbers take longer to make than
     to compute. `seconds`: [groups][tasks]; `users`: those that wait for each, one that takes several of its results as
-    often as `missing` counts it."""
+    often as `missing` counts it; `delay`: of each collective, by how much it takes longer beside computing of each
+    group [tasks][groups], () of others; None for none."""
 
     machine: Sequence[Machine]
     seconds: Sequence[Sequence[float]]
     users: Sequence[Sequence[int]]
     missing: Sequence[int]
     slowdown: Sequence[float] | None
-    delay: Sequence[float] | None
+    delay: Sequence[Sequence[float]] | None
 
     @classmethod
     def of(cls, tasks: TaskGraph) -> Simulation:
         slowdown = tasks.slowdown
         slower = None if slowdown is None or (slowdown == 1.0).all() else slowdown.tolist()
-        delay = None if tasks.delay is None else tasks.delay.tolist()
+        delay: list[Sequence[float]] | None = None
+        if tasks.delay is not None:
+            each = zip(tasks.machine, tasks.longest, strict=True)
+            late = lambda task, seconds: tasks.late_by(seconds, tasks.exchanges.get(task, 1))
+            delay = [late(task, s) if m is Machine.LINK else () for task, (m, s) in enumerate(each)]
         return cls(tasks.machine, tasks.seconds.T.tolist(), tasks.users, [len(m) for m in tasks.makers], slower, delay)
 
     def run(self, order: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
@@ -201,7 +206,7 @@ class Simulation:
                             # What is computed beside it is known once that has been computed.
                             held_back = True
                             break
-                        delay = max(map(mul, [until > begun for until in idle], self.delay))
+                        delay = max(map(mul, [until > begun for until in idle], self.delay[head]))
                     if self.slowdown is not None:
                         sent.occupy(begun, alone)
                     free = alone + delay

@@ -85,7 +85,7 @@ def test_reports_say_what_is_hidden(plan: Plan, capsys: pytest.CaptureFixture[st
     fast, slow = plan.cluster.kinds
     (line,) = [line for line in text.splitlines() if line.startswith(f"contention     {fast.name}:")]
     assert line.endswith(
-        "1.25x as long beside a collective (as its description says), which takes 1.000 ms longer then"
+        "1.25x as long beside a collective (as its description says), of which each exchange takes 1.000 ms longer then"
     )
     assert f"{slow.name}: computing takes 1x as long beside a collective (a default: not measured)" in text
 

@@ -12,8 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from slow_devices import first_devices
 
+from hapsynth.instructions.collectives import STEPS, Hosts
+from hapsynth.instructions.layout import O, P, R
+from hapsynth.instructions.staging.gloo import exchanges
 from hapsynth.instructions.staging.options import DEFAULT, LoweringOptions
 from hapsynth.lower import _gloo
+from hapsynth.lower._collective_order import as_it_is
+from hapsynth.lower._collectives import exchange_first
 
 SHAPE = (12, 24, 12)
 Collective = Callable[[Any, LoweringOptions | None], Any]
@@ -80,6 +85,33 @@ def test_small_blocks_go_to_all_at_once() -> None:
     assert sent(gathered, 4, block) == [("all_to_all", 4 * block)]
     assert [name for name, _ in sent(reduced, 4, 5 * block) + sent(gathered, 4, 2 * block)] == ["psum", "all_gather"]
     assert [name for name, _ in sent(reduced, 2, block) + sent(gathered, 2, block)] == ["psum", "all_gather"]
+
+
+ALL_HOSTS = {2: [()], 4: [(), ((0, 1), (2, 3)), ((0, 1, 2), (3,))]}
+
+
+@pytest.mark.parametrize(("n", "hosts"), [(n, hosts) for n, every in ALL_HOSTS.items() for hosts in every])
+def test_exchanges_are_counted_as_they_are_lowered(n: int, hosts: Hosts) -> None:
+    own = {"psum": 2 * (n - 1), "all_gather": n - 1}
+    if hosts:
+        # Within hosts of two and between two of them; where hosts are unlike, within ones of three.
+        own = {"psum": 2, "all_gather": 1}
+    for name, step in STEPS.items():
+        if not step.communicates or step.recuts or step.balances or step.in_rounds or not step.goes_over(hosts):
+            continue
+        if bool(hosts) != (step.over != "positions"):
+            continue
+        source, target = O(1) if name == "broadcast" else P("sum"), O(1) if name == "reduce" else R
+        run = lambda x, gloo, step=step, ends=(source, target): exchange_first(
+            step, "d", x[0], *ends, gloo, as_it_is, hosts
+        )[None]
+        for nbytes in (1 << 8, 1 << 17, 1 << 19, 5 << 17, 1 << 21):
+            made = [name for name, _ in sent(run, n, nbytes)]
+            wanted = sum(own.get(name, 1) for name in made)
+            if hosts == ((0, 1, 2), (3,)) and name == "hierarchical_all_reduce":
+                assert made == ["psum"] * 3
+                wanted = 4 + 2 + 4
+            assert exchanges(name, nbytes, n, hosts, DEFAULT) == wanted, (name, nbytes, made)
 
 
 def test_in_one_process_nothing_is_gloos() -> None:

@@ -26,7 +26,9 @@ from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.layout import Layout, P, R, S
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.instructions.staging.gloo import exchanges
 from hapsynth.instructions.staging.moved_rows import even_rows, moves
+from hapsynth.instructions.staging.options import DEFAULT
 from hapsynth.plan import Form
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import Even, Shares
@@ -108,6 +110,10 @@ def test_what_the_pieces_come_to(rows: list[int]) -> None:
     sent = sum(m.longest for m in pieces) + (n - 1) * -(-whole // n)
     expected = (len(pieces) + n) * 1e-3 + sent / whole * nbytes
     assert seconds(costs, [float(x) for x in rows], "balanced_all_gather") == pytest.approx(expected)
+    held = np.array(rows) / whole
+    of_each, step = Shares(lambda *cut: held.max(), lambda *cut: held), STEPS["balanced_all_gather"]
+    gathered = exchanges("all_gather", costs.graph.values[0].nbytes * -(-whole // n) / whole, n, (), DEFAULT)
+    assert costs.exchanges(0, (S(0),), (R,), 0, of_each, step) == len(pieces) + gathered
     assert list(accumulate(even_rows(whole, n)))[-1] == whole
 
 

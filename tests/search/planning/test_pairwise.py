@@ -85,6 +85,10 @@ def test_what_it_sends(shares: list[float], padded: float, in_rounds: float) -> 
     costs = model(len(shares))
     assert seconds(costs, shares, shares, PADDED) == pytest.approx(padded)
     assert seconds(costs, shares, shares, STEP) == pytest.approx(in_rounds)
+    held = np.array(shares) / sum(shares)
+    of_each = Shares(lambda *_: held.max(), lambda *_: held)
+    in_turn = 2 if 0.0 in shares else len(shares) - 1
+    assert costs.exchanges(0, (S(0),), (S(1),), 0, of_each, STEPS[STEP]) == in_turn
 
 
 def test_two_unlike_cuts() -> None:

@@ -179,9 +179,11 @@ def test_what_pairs_come_to_is_told_without_their_tasks(seed: int) -> None:
         machine = rng.choice([COMPUTE, NETWORK, NETWORK, Machine.LOCAL])
         makers = tuple(sorted(rng.sample(range(task), min(task, rng.choice([0, 1, 1, 2])))))
         rows.append((machine, 0.0 if machine is Machine.LOCAL else float(rng.randint(1, 5)), makers))
-    alone = graph_of(rows)
+    alone = graph_of(rows, replace(SMALL, gloo_gathered_bytes=10))
     groups = rng.choice([1, 2])
     tasks = replace(alone, seconds=np.repeat(alone.seconds, groups, axis=1), slowdown=slower[2 - groups :])
+    if seed % 2:
+        tasks = replace(tasks, delay=2.0 * slower[:groups])
     timeline = simulate(tasks, random_order(rng, tasks))
     neighbours = Neighbours(timeline)
     for together in (set(range(k)) for k in range(len(neighbours.pairs) + 1)):

@@ -1,0 +1,111 @@
+"""In how many exchanges gloo, by which CPUs of several processes communicate, runs a collective.
+
+By their sizes collectives are lowered to several of gloo's (`lower/_gloo.py`), which asks here how. An exchange is what
+all of a group have to end before the next begins: so often a process's thread may wait for a core, which a schedule
+counts (`search/scheduling/tasks.py`).
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Literal, NamedTuple
+
+from hapsynth.instructions.collectives import Hosts, are_equal, over_parts, tree_rounds
+from hapsynth.instructions.staging.options import LoweringOptions
+
+
+class Way(NamedTuple):
+    """`by`: one of gloo's own, an all-gather of all in place of a sum, all to all at once, a message in segments, or
+    one message to one device at a time, in rounds. `exchanges`: that wait for one another."""
+
+    by: Literal["gloo's", "gather", "at once", "segments", "rounds"]
+    exchanges: int
+
+
+def all_reduce(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool = True) -> Way:
+    """Of so many bytes on each of `n` devices. `one_axis`: whether they are along a single one: JAX has no all-to-all
+    along several."""
+    if nbytes * n <= options.gloo_gathered_bytes:
+        return Way("gather", all_gather(nbytes, n, options, one_axis=one_axis).exchanges)
+    if _go_at_once(nbytes / n, n, options, one_axis=one_axis):
+        return Way("at once", 2)
+    return Way("gloo's", 2 * (n - 1))
+
+
+def reduce_scatter(nbytes: float, n: int, options: LoweringOptions) -> Way:
+    """Of so many bytes on each device, before."""
+    if nbytes <= options.gloo_at_once_bytes * n:
+        return Way("at once", all_to_all(nbytes, n, options).exchanges)
+    return Way("rounds", (n - 1) * messages(nbytes / n, n, 1, options))
+
+
+def all_gather(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool = True) -> Way:
+    """Of so many bytes on each device, before."""
+    if _go_at_once(nbytes, n, options, one_axis=one_axis):
+        return Way("at once", 1)
+    if n == 2 and nbytes > options.gloo_segment_bytes:
+        return Way("segments", segments(nbytes, options))
+    return Way("gloo's", n - 1)
+
+
+def all_to_all(nbytes: float, n: int, options: LoweringOptions) -> Way:
+    """Of so many bytes on each device."""
+    if nbytes <= options.gloo_segment_bytes * n:
+        return Way("at once", 1)
+    return Way("rounds", sum(messages(nbytes / n, n, away, options) for away in range(1, n)))
+
+
+def messages(nbytes: float, n: int, away: int, options: LoweringOptions) -> int:
+    """Those in which each device sends so many bytes to the one that is `away` places further on of `n`: segments
+    where two send one another."""
+    return 1 if 2 * away % n else segments(nbytes, options)
+
+
+def segments(nbytes: float, options: LoweringOptions) -> int:
+    """Of a message of so many bytes."""
+    return max(1, ceil(nbytes / options.gloo_segment_bytes))
+
+
+def exchanges(step: str, nbytes: float, n: int, hosts: Hosts, options: LoweringOptions) -> int:
+    """Of a collective of `instructions.collectives.STEPS` that sends blocks, of so many bytes on each of `n` devices
+    before. `hosts`: those along its axis."""
+    if step in ("reduce", "broadcast"):
+        return tree_rounds(n)
+    if step.startswith("hierarchical_"):
+        return _over_hosts(step, nbytes, hosts, options)
+    return _FLAT[step](nbytes, n, options).exchanges
+
+
+def _over_hosts(step: str, nbytes: float, hosts: Hosts, options: LoweringOptions) -> int:
+    """As `lower/_hierarchical.py` has them."""
+    if step == "hierarchical_all_reduce" and not are_equal(hosts):
+        # Groups that are unlike are gloo's own: to the first of each host, between these, and back.
+        return 2 * (2 * (max(map(len, hosts)) - 1)) + 2 * (len(hosts) - 1)
+    parts = over_parts(hosts, "equal hosts")
+    inside, between = len(parts[0]), len(parts)
+    match step:
+        case "hierarchical_all_reduce":
+            part = nbytes / inside
+            ways = (
+                reduce_scatter(nbytes, inside, options),
+                all_reduce(part, between, options),
+                all_gather(part, inside, options),
+            )
+        case "hierarchical_reduce_scatter":
+            ways = reduce_scatter(nbytes, inside, options), reduce_scatter(nbytes / inside, between, options)
+        case _:
+            ways = all_gather(nbytes, between, options), all_gather(nbytes * between, inside, options)
+    return sum(way.exchanges for way in ways)
+
+
+def _go_at_once(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool) -> bool:
+    """Whether blocks of so many bytes go to all of `n` devices at once."""
+    return n > 2 and nbytes <= options.gloo_at_once_bytes and one_axis
+
+
+_FLAT = {
+    "all_reduce": all_reduce,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+}
