@@ -11,6 +11,10 @@ from emulated.spec import Machine
 TOOLS = ("ip", "tc", "nsenter", "unshare", "mount", "sh")
 
 
+_PACKET, _PACKETS = 15000, 16384
+"""Bytes of the largest packet that goes as one, which tbf need not cut, and the least that pass at once."""
+
+
 class NetworkError(RuntimeError):
     """The network can't be made here."""
 
@@ -40,9 +44,10 @@ def make(name: str, machines: list[Machine]) -> None:
         _run("ip", "-n", inside, "link", "set", "lo", "up")
         _run("ip", "-n", inside, "link", "set", "eth0", "up")
         if machine.rate is not None:
-            # Bytes that pass tbf at once: enough for a timer tick, and for a packet of several that goes as one.
-            burst = max(131072, int(machine.rate / 8 * 0.004))
+            # What passes at once after some quiet goes for nothing, and is more than a timer's resolution at the rate.
+            burst = max(_PACKETS, int(machine.rate / 8 * 1e-4))
             for where, device in ((inside, "eth0"), (name, port)):
+                _run("ip", "-n", where, "link", "set", device, "gso_max_size", str(_PACKET))
                 shape = ["tbf", "rate", f"{machine.rate:.0f}bit", "burst", str(burst), "latency", "400ms"]
                 _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "handle", "1:", *shape)
         if machine.delay:

@@ -260,6 +260,21 @@ def test_a_process_over_its_memory_is_named() -> None:
     assert f"m1 was killed at its memory limit of {64 << 20} bytes" in done.stdout
 
 
+@pytest.mark.parametrize(("rate", "at_once_s"), [(1e8, 1.5e-3), (1e9, 0.15e-3), (1e10, 0.11e-3)])
+def test_a_link_gives_little_for_nothing_after_a_pause(
+    rate: float, at_once_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr(network, "_run", lambda *command: ran.append(command))
+    network.make("n", [Machine("m0", 0.5, rate)])
+    bursts = [int(command[command.index("burst") + 1]) for command in ran if "burst" in command]
+    packets = [int(command[-1]) for command in ran if "gso_max_size" in command]
+    assert len(bursts) == len(packets) == 2
+    assert max(bursts) * 8 / rate < at_once_s
+    # What is larger than that tbf cuts into single packets.
+    assert max(packets) < min(bursts)
+
+
 def test_limits_are_lifted_for_a_block_and_only_in_a_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cpu.max").touch()
     monkeypatch.setenv("EMULATED_CPU", str(tmp_path))
