@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from hapsynth._quantities import nbytes
 from hapsynth.cluster.cluster import COLLECTIVES, DEFAULT_AXIS, NOMINAL_CPU_LINK, NOMINAL_INTRA, Cluster, ClusterError
 from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import DeviceKind, kind_of
@@ -129,6 +130,11 @@ class Builder:
         source = f"hapsynth profile, JAX {jax.__version__}, {platform.node()}"
         dtypes = list(dict.fromkeys(k.dtype for k in self.ran))
         kind = fit.kind(name, dtypes, memory, source)
+        if kind is None and not fit.points(STREAM, "float32"):
+            raise ProfileError(
+                f"{name} has {nbytes(memory)} of memory, too little for the smallest array that its bandwidth is "
+                "measured with: end what else uses it, or give it more"
+            )
         if kind is None:
             raise ProfileError(f"{name}: float32 matmuls or memory came out as taking no time; run it again")
         on_cpu = self.job.devices[members[0]].platform == "cpu"

@@ -68,7 +68,7 @@ def kernels(dtypes: Sequence[str], quick: bool) -> Iterator[Kernel]:
     """All that is measured on each device, families one after another, each from small to large."""
     yield Kernel(DISPATCH, "float32", 8, lambda x: x + 1, (((8,), 1.0),), 0.0, 1, 1)
     yield _repeated(LAUNCH, "float32", 8, lambda x, w: x @ w, (((8, 8), 1.0), ((8, 8), 1 / 8)), 2 * 8**3, 4 * _CHAIN)
-    for size in (1 << 22, 1 << 24) if quick else (1 << 24, 1 << 26):
+    for size in (1 << 22, 1 << 24) if quick else (1 << 22, 1 << 24, 1 << 26):
         yield _stream(size)
     for dtype in dtypes:
         for rows, width in _LAYERS[:3] if quick else _LAYERS:

@@ -93,12 +93,15 @@ def profile(
     # Now that much has been compiled and run: a CPU's process has grown by that, and will for a plan.
     builder = Builder(job, axes, ran, sent, state.figures, job.memory())
     doubts = builder.doubts()
-    if doubts and not force:
+    try:
+        if doubts and not force:
+            raise refusal(doubts, str(partial or ""))
+        cluster = builder.cluster()
+    except ProfileError:
         # By new ones devices may be grouped otherwise, or another matmul be the largest.
         doubted = {key for doubt in doubts for key in doubt.keys}
         state.drop([key for key in state.figures if key in doubted or of_contention(key)])
-        raise refusal(doubts, str(partial or ""))
-    cluster = builder.cluster()
+        raise
     for doubt in doubts:
         note(f"saved all the same: {doubt.text}")
     return cluster

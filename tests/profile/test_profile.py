@@ -25,8 +25,8 @@ from hapsynth.profile.collectives import exchanges, fitted, link_of, rings, runn
 from hapsynth.profile.contention import BESIDE, beside, delayed, delayed_by, small_gather
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical
-from hapsynth.profile.op_kernels import kernels
-from hapsynth.profile.plausibility import refusal
+from hapsynth.profile.op_kernels import STREAM, kernels
+from hapsynth.profile.plausibility import ProfileError, refusal
 from hapsynth.profile.resume import State
 from hapsynth.profile.run import Options, _Measuring
 from hapsynth.profile.sampling import sampled
@@ -153,6 +153,18 @@ def test_what_is_given_is_found_again(tmp_path: Path) -> None:
     # Of one host, or one device, nothing is known of other hosts.
     assert cluster.is_closed
     assert built(FakeJob([1.0])).cluster().is_closed
+
+
+def test_a_device_of_little_memory_is_measured() -> None:
+    smallest = next(k for k in kernels(("float32",), quick=False) if k.family == STREAM)
+    job: Any = FakeJob([1.0])
+    measuring = _Measuring(job, Options(), State(None, ""), print, 512 << 20)
+    assert measuring._fits(None, 1.0, 2 * smallest.nbytes)
+    # One of less says why it can't be.
+    ran, sent, found = figures_of(job)
+    without = [k for k in ran if k.family != STREAM]
+    with pytest.raises(ProfileError, match=r"cpu has 64.0 MiB of memory, too little for"):
+        Builder(job, (("hap", 1),), without, sent, found, [64 << 20]).cluster()
 
 
 def test_contention_is_what_a_matmul_takes_longer_beside_a_collective() -> None:
