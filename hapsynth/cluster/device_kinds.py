@@ -47,8 +47,8 @@ _FALLBACK = {
     "complex128": ("float64",),
 }
 
-_MEASURED = tuple(d for d in _RATES if d != "tf32")
-"""A measured float32 is at whatever precision JAX gives it."""
+_CONTRACTIONS = ("matmul", "batch_matmul", "convolution")
+"""The classes of ops of which tf32 is measured beside float32, which is then of full precision."""
 _DIGEST = "[0-9a-f]{12}"
 _CONTENTIONS = ("contention", "default_contention")
 _AT_LEAST_1 = "is how many times as long computing takes while a collective runs, at least 1"
@@ -153,8 +153,8 @@ class DeviceKind:
             if op_class not in OP_CLASSES:
                 raise ClusterError(f"{owner}: measured has no class {op_class!r}; {nearest(op_class, OP_CLASSES)}")
             for dtype in by_dtype:
-                if dtype not in _MEASURED:
-                    raise ClusterError(f"{owner}: measured.{op_class}.{dtype}: {nearest(dtype, _MEASURED)}")
+                if dtype not in _RATES:
+                    raise ClusterError(f"{owner}: measured.{op_class}.{dtype}: {nearest(dtype, _RATES)}")
         for signature in self.ops:
             if problem := _no_signature(signature):
                 raise ClusterError(f"{owner}: ops.{signature} {problem}")
@@ -167,20 +167,23 @@ class DeviceKind:
         """How many times as long computing takes while a collective runs, as far as that is known."""
         return self.default_contention if self.contention is None else self.contention
 
-    def curve(self, op_class: str, dtype: object) -> Curve | None:
+    def curve(self, op_class: str, dtype: object, *, ordinary: bool = False) -> Curve | None:
         """Seconds by FLOPs as measured for a class of ops and a dtype, or for what they count as; None where nothing
-        was, and `rate` has to do. For a signature those of the op itself, or of its class."""
+        was, and `rate` has to do. For a signature those of the op itself, or of its class. `ordinary`: as of `rate`."""
         if op_class in self.ops:
             return self.ops[op_class].curve
-        found = self.measured_as(op_class, dtype)
+        found = self.measured_as(op_class, dtype, ordinary=ordinary)
         return self.measured[found[0]][found[1]] if found else None
 
-    def measured_as(self, op_class: str, dtype: object) -> tuple[str, str] | None:
+    def measured_as(self, op_class: str, dtype: object, *, ordinary: bool = False) -> tuple[str, str] | None:
         """The class and dtype whose curve stands for a class of ops, or a signature's, and a dtype; None where there is
-        none."""
+        none. `ordinary`: as of `rate`."""
         own = op_class.partition(":")[0]
         classes = (own, *OP_CLASSES[own].counts_as) if own in OP_CLASSES else ()
-        return next(((c, d) for c in classes for d in _counts_as(dtype) if d in self.measured.get(c, {})), None)
+        names = _counts_as(dtype)
+        if ordinary and own in _CONTRACTIONS:
+            names = tuple(name for name in names if name != "tf32")
+        return next(((c, d) for c in classes for d in names if d in self.measured.get(c, {})), None)
 
     def rate(self, dtype: object, *, ordinary: bool = False) -> float:
         """FLOP/s reached by a contraction of `dtype` (a NumPy dtype or its name): `efficiency` x the peak. `ordinary`:
@@ -345,7 +348,7 @@ def _read_measured(table: Table) -> dict[str, dict[str, Curve]]:
     classes = table.table("measured", OP_CLASSES)
     found: dict[str, dict[str, Curve]] = {}
     for op_class in classes.data:
-        by_dtype = classes.table(op_class, _MEASURED)
+        by_dtype = classes.table(op_class, _RATES)
         found[op_class] = {dtype: by_dtype.curve(dtype, "WORK") for dtype in by_dtype.data}
     return found
 

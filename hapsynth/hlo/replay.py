@@ -87,7 +87,7 @@ def kernel_seconds(work: Work, kind: DeviceKind) -> float:
     """By the roofline: a launch, and then computing or moving bytes, whichever takes longer."""
     computing = work.elementwise / kind.rate("float32", ordinary=True)
     for flops, dtype, precise in work.contracted:
-        curve = kind.curve("matmul", dtype)
+        curve = kind.curve("matmul", dtype, ordinary=precise)
         computing += flops / kind.rate(dtype, ordinary=precise) if curve is None else float(curve.seconds(flops))
     return kind.overhead + max(computing, work.nbytes / kind.bandwidth)
 

@@ -99,7 +99,7 @@ class Job:
         chosen = self.local if only is None else list(only)
         mesh = Mesh(np.array([self.devices[i] for i in chosen]), ("d",))
         spec = PartitionSpec("d")
-        args = [_filled(mesh, spec, shape, value, kernel.dtype) for shape, value in kernel.operands]
+        args = [_filled(mesh, spec, shape, value, kernel.held_as) for shape, value in kernel.operands]
         one = lambda *xs: kernel.fn(*(x[0] for x in xs))[None]
         fn = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(spec,) * len(args), out_specs=spec, check_vma=False))
         run = fn.lower(*args).compile()

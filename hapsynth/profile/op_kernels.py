@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -28,8 +29,8 @@ Operand = tuple[tuple[int, ...], float]
 class Kernel:
     """`fn` of `operands` runs `repeats` ops of `amount` FLOPs (`stream`: bytes) each, in `launches` kernels.
 
-    `op`: of a family that is an op's signature, its name for a person. `result`: its shape, where that is not the
-    first operand's.
+    `dtype`: of its operands, or tf32 for products of float32 that are not precise. `op`: of a family that is an op's
+    signature, its name for a person. `result`: its shape, where that is not the first operand's.
     """
 
     family: str
@@ -48,13 +49,19 @@ class Kernel:
         return f"{self.family}/{self.dtype}/{self.size}"
 
     @property
+    def held_as(self) -> str:
+        """The dtype of its operands."""
+        return "float32" if self.dtype == TF32 else self.dtype
+
+    @property
     def nbytes(self) -> float:
         """Of its operands and result."""
         result = self.operands[0][0] if self.result is None else self.result
         elements = sum(prod(shape) for shape, _ in self.operands) + prod(result)
-        return float(elements * jnp.dtype(self.dtype).itemsize)
+        return float(elements * jnp.dtype(self.held_as).itemsize)
 
 
+TF32 = "tf32"
 DISPATCH, LAUNCH, STREAM = "dispatch", "launch", "stream"
 _CHAIN = 32
 _LAYERS = ((256, 64), (1024, 128), *((max(1 << 22 >> k, 8 << k), 1 << k) for k in range(7, 13)))
@@ -65,18 +72,24 @@ _TOKENS, _HEAD = 128, 64
 
 
 def kernels(dtypes: Sequence[str], quick: bool) -> Iterator[Kernel]:
-    """All that is measured on each device, families one after another, each from small to large."""
+    """All that is measured on each device, families one after another, each from small to large. With tf32 among the
+    dtypes float32 is of full precision."""
     yield Kernel(DISPATCH, "float32", 8, lambda x: x + 1, (((8,), 1.0),), 0.0, 1, 1)
     yield _repeated(LAUNCH, "float32", 8, lambda x, w: x @ w, (((8, 8), 1.0), ((8, 8), 1 / 8)), 2 * 8**3, 4 * _CHAIN)
     for size in (1 << 22, 1 << 24) if quick else (1 << 22, 1 << 24, 1 << 26):
         yield _stream(size)
     for dtype in dtypes:
+        precision = None
+        if TF32 in dtypes:
+            precision = {TF32: lax.Precision.DEFAULT, "float32": lax.Precision.HIGHEST}.get(dtype)
         for rows, width in _LAYERS[:3] if quick else _LAYERS:
-            yield _layer(dtype, rows, width)
+            yield _layer(dtype, rows, width, precision)
         for batch in (2, 32) if quick else (2, 8, 32, 128, 512, 2048):
-            yield _batch_matmul(dtype, batch)
+            yield _batch_matmul(dtype, batch, precision)
         for batch in (1, 4) if quick else (1, 4, 16, 64, 256):
-            yield _convolution(dtype, batch)
+            yield _convolution(dtype, batch, precision)
+        if dtype == TF32:
+            continue
         for batch in (1, 4) if quick else (1, 16, 64):
             yield _pooling(dtype, batch)
         for size in (1 << 17,) if quick else (1 << 14, 1 << 17, 1 << 20, 1 << 23):
@@ -112,14 +125,16 @@ def _repeated(
     return Kernel(family, dtype, size, fn, operands, float(flops), times, times)
 
 
-def _layer(dtype: str, rows: int, width: int) -> Kernel:
+def _layer(dtype: str, rows: int, width: int, precision: lax.Precision | None) -> Kernel:
     """The products of a layer's training step: rows by square weights, and the gradients of both."""
+
+    product = partial(jnp.matmul, precision=precision)
 
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(2):
-            y, of_both = jax.vjp(jnp.matmul, x, w)
+            y, of_both = jax.vjp(product, x, w)
             w = of_both(y)[1] * (1 / (rows * width))
-            _, of_x = jax.vjp(lambda x, w=w: x @ w, x)
+            _, of_x = jax.vjp(lambda x, w=w: product(x, w), x)
             (x,) = of_x(y)
         return x
 
@@ -128,9 +143,9 @@ def _layer(dtype: str, rows: int, width: int) -> Kernel:
     return Kernel("matmul", dtype, terms, fn, operands, 2.0 * terms, 6, 6)
 
 
-def _batch_matmul(dtype: str, batch: int) -> Kernel:
+def _batch_matmul(dtype: str, batch: int, precision: lax.Precision | None) -> Kernel:
     """Attention's two products, over batch x heads."""
-    dot = lambda x, y, dims: lax.dot_general(x, y, (dims, ((0,), (0,))))
+    dot = lambda x, y, dims: lax.dot_general(x, y, (dims, ((0,), (0,))), precision=precision)
 
     def fn(x: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         for _ in range(2):
@@ -142,17 +157,18 @@ def _batch_matmul(dtype: str, batch: int) -> Kernel:
     return Kernel("batch_matmul", dtype, batch, fn, operands, 2.0 * batch * _TOKENS**2 * _HEAD, 4, 4)
 
 
-def _convolved(x: jax.Array, w: jax.Array) -> jax.Array:
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def _convolved(x: jax.Array, w: jax.Array, precision: lax.Precision | None) -> jax.Array:
+    dims = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims, precision=precision)
 
 
-def _convolution(dtype: str, batch: int) -> Kernel:
+def _convolution(dtype: str, batch: int, precision: lax.Precision | None) -> Kernel:
     """3 x 3, as many channels out as in, and the gradients of both operands: that of the kernel is the slowest."""
 
     weights, images = (3, 3, _CHANNELS, _CHANNELS), (batch, _IMAGE, _IMAGE, _CHANNELS)
 
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
-        y, gradients = jax.vjp(_convolved, x, w)
+        y, gradients = jax.vjp(partial(_convolved, precision=precision), x, w)
         x, w = gradients(y)
         return x + w[1, 1, 0] * (1e-3 / prod(images[:-1]))
 

@@ -27,7 +27,7 @@ from hapsynth.profile.contention import (
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import typical_kind
 from hapsynth.profile.measured_ops import MOST_OPS, MOST_OPS_QUICK, Ops
-from hapsynth.profile.op_kernels import Kernel, kernels, largest_matmul
+from hapsynth.profile.op_kernels import TF32, Kernel, kernels, largest_matmul
 from hapsynth.profile.plausibility import ProfileError, refusal
 from hapsynth.profile.resume import State, packed, unpacked
 from hapsynth.profile.sampling import Floats, sampled
@@ -121,8 +121,11 @@ def _heavy(
 
 
 def _dtypes(job: Job, options: Options) -> tuple[str, ...]:
-    usual = () if job.devices[0].platform == "cpu" else ("bfloat16", "float16")
-    return tuple(dict.fromkeys(("float32", *(options.dtypes or usual))))
+    if job.devices[0].platform == "cpu":
+        always, usual = ("float32",), ()
+    else:
+        always, usual = ("float32", TF32), ("bfloat16", "float16")
+    return tuple(dict.fromkeys((*always, *(options.dtypes or usual))))
 
 
 class _Measuring:

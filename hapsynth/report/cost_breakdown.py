@@ -236,7 +236,7 @@ def rate_source(cluster: Cluster, kind: DeviceKind, op_class: str, dtype: str, *
     source = _source(cluster, kind)
     if op_class in kind.ops:
         return f"measured curve of the op itself, {source}"
-    measured = kind.measured_as(op_class, dtype)
+    measured = kind.measured_as(op_class, dtype, ordinary=ordinary)
     if measured is not None:
         return f"measured curve of {' '.join(measured)}, {source}"
     name = kind.counts_as(dtype, ordinary=ordinary)

@@ -23,7 +23,8 @@ class Speeds:
 
     def __init__(self, devices: Sequence[DeviceKind], op_class: str, dtype: str, *, ordinary: bool) -> None:
         self.rate = np.array([kind.rate(dtype, ordinary=ordinary) for kind in devices])
-        curves = {kind: kind.curve(op_class, dtype) if op_class else None for kind in dict.fromkeys(devices)}
+        curve = lambda kind: kind.curve(op_class, dtype, ordinary=ordinary) if op_class else None
+        curves = {kind: curve(kind) for kind in dict.fromkeys(devices)}
         self._curves = [
             (np.array([d == kind for d in devices]), curve) for kind, curve in curves.items() if curve is not None
         ]

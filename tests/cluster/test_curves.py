@@ -20,6 +20,8 @@ from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.toml_format import to_toml
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.rules.factor_table import FactorTable
+from hapsynth.report.cost_breakdown import rate_source
+from hapsynth.search.cost.device_speed import DeviceFigures
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import axis_links
 from hapsynth.search.cost.program_cost import program_cost
@@ -124,6 +126,25 @@ def test_what_was_not_measured_counts_as_something_else() -> None:
     twice = kind.faster(2.0).curve("matmul", "float32")
     assert twice is not None
     assert twice.points[0] == (1e6, 2e-6)
+
+
+def test_products_of_full_precision_have_a_curve_of_their_own() -> None:
+    of_tf32 = MATMUL.scaled(8.0)
+    kind = replace(
+        measured(graphs.cluster([1.0])).devices[0], measured={"matmul": {"tf32": of_tf32, "float32": MATMUL}}
+    )
+    for op_class in ("matmul", "batch_matmul"):
+        for dtype, precise, curve in (
+            ("float32", False, of_tf32),
+            ("float32", True, MATMUL),
+            ("bfloat16", False, of_tf32),
+        ):
+            assert kind.curve(op_class, dtype, ordinary=precise) == curve
+            (found,) = DeviceFigures([kind]).speeds(op_class, dtype, ordinary=precise).seconds(np.array([1e6]))
+            assert found == pytest.approx(float(curve.seconds(1e6)))
+    assert rate_source(graphs.cluster([1.0]), kind, "matmul", "float32", ordinary=True).startswith(
+        "measured curve of matmul float32"
+    )
 
 
 def test_the_axes_of_measured_collectives() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import modelled_profile
 import numpy as np
 import pytest
@@ -18,17 +19,19 @@ from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import COLLECTIVES, Cluster
 from hapsynth.cluster.device_kinds import kind_of
 from hapsynth.cluster.op_classes import OP_CLASSES
+from hapsynth.graph.trace import trace
 from hapsynth.instructions.collectives import STEPS
+from hapsynth.instructions.rules.contraction import CONTRACTIONS, is_precise
 from hapsynth.profile import run
 from hapsynth.profile.cluster_builder import Builder
 from hapsynth.profile.collectives import exchanges, fitted, link_of, rings, runner
 from hapsynth.profile.contention import BESIDE, beside, delayed, delayed_by, small_gather
 from hapsynth.profile.job import Job
-from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical
-from hapsynth.profile.op_kernels import STREAM, kernels
+from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical, typical_kind
+from hapsynth.profile.op_kernels import LAUNCH, STREAM, kernels
 from hapsynth.profile.plausibility import ProfileError, refusal
 from hapsynth.profile.resume import State
-from hapsynth.profile.run import Options, _Measuring
+from hapsynth.profile.run import Options, _dtypes, _Measuring
 from hapsynth.profile.sampling import sampled
 from hapsynth.search.cost.network import axis_links
 
@@ -155,6 +158,29 @@ def test_what_is_given_is_found_again(tmp_path: Path) -> None:
     assert built(FakeJob([1.0])).cluster().is_closed
 
 
+def test_gpus_are_measured_at_full_precision_too() -> None:
+    job: Any = FakeJob([1.0])
+    job.devices = [SimpleNamespace(platform="gpu", device_kind="gpu")]
+    dtypes = _dtypes(job, Options(dtypes=("float16",)))
+    assert dtypes == ("float32", "tf32", "float16")
+    for kernel in kernels(dtypes, quick=True):
+        args = [jax.ShapeDtypeStruct(shape, kernel.held_as) for shape, _ in kernel.operands]
+        graph = trace(kernel.fn, args).graph
+        products = {is_precise(op) for op in graph.ops if op.name in CONTRACTIONS and kernel.family != LAUNCH}
+        assert products <= {kernel.dtype == "float32"}
+        assert products or kernel.dtype != "tf32"
+    # What is fast at one of them is not at the other.
+    ran = list(kernels(dtypes, quick=True))
+    figures = {k.key: np.array([[kernel_seconds(k, 4.0 if k.dtype == "tf32" else 1.0), 0.01]]) for k in ran}
+    kind = typical_kind(ran, figures)
+    assert kind is not None
+    assert kind.rate("float32") == pytest.approx(4 * RATE, rel=1e-3)
+    assert kind.rate("float32", ordinary=True) == pytest.approx(RATE, rel=1e-3)
+    curves = (kind.curve("convolution", "float32", ordinary=precise) for precise in (False, True))
+    fast, slow = (float(curve.seconds(1e9)) for curve in curves if curve)
+    assert slow == pytest.approx(4 * fast, rel=1e-3)
+
+
 def test_a_device_of_little_memory_is_measured() -> None:
     smallest = next(k for k in kernels(("float32",), quick=False) if k.family == STREAM)
     job: Any = FakeJob([1.0])
@@ -249,8 +275,8 @@ def test_contention_is_of_what_both_take_together(monkeypatch: pytest.MonkeyPatc
     [
         ("cpu", (), {"float32"}),
         # Each by itself: a card without bfloat16 units computes it in float32, and float16 eight times as fast.
-        ("gpu", (), {"float32", "bfloat16", "float16"}),
-        ("gpu", ("bfloat16",), {"float32", "bfloat16"}),
+        ("gpu", (), {"float32", "tf32", "bfloat16", "float16"}),
+        ("gpu", ("bfloat16",), {"float32", "tf32", "bfloat16"}),
     ],
 )
 def test_dtypes_whose_rates_are_measured(
