@@ -174,7 +174,8 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         type=_dtypes,
         default=(),
-        help=f"of {', '.join(DTYPES)} (default: float32, on GPUs bfloat16 and float16 too)",
+        help=f"of {', '.join(DTYPES)} (default: float32, on GPUs bfloat16 and float16 too, with JAX_ENABLE_X64=1 "
+        "float64)",
     )
     _path(
         parser,

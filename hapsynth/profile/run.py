@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from hapsynth import _jax
 from hapsynth.cluster.cluster import DEFAULT_AXIS, Cluster
 from hapsynth.graph.ir import Graph
 from hapsynth.profile.cluster_builder import Builder, speed_groups
@@ -125,6 +126,8 @@ def _dtypes(job: Job, options: Options) -> tuple[str, ...]:
         always, usual = ("float32",), ()
     else:
         always, usual = ("float32", TF32), ("bfloat16", "float16")
+    if _jax.is_available(np.dtype("float64")):
+        usual = (*usual, "float64")
     return tuple(dict.fromkeys((*always, *(options.dtypes or usual))))
 
 

@@ -181,6 +181,13 @@ def test_gpus_are_measured_at_full_precision_too() -> None:
     assert slow == pytest.approx(4 * fast, rel=1e-3)
 
 
+def test_wide_kernels_run() -> None:
+    with jax.enable_x64(True):
+        for kernel in kernels(("float64",), quick=True):
+            structs = [jax.ShapeDtypeStruct(shape, kernel.held_as) for shape, _ in kernel.operands]
+            assert jax.eval_shape(kernel.fn, *structs).dtype == kernel.held_as
+
+
 def test_a_device_of_little_memory_is_measured() -> None:
     smallest = next(k for k in kernels(("float32",), quick=False) if k.family == STREAM)
     job: Any = FakeJob([1.0])
@@ -271,16 +278,23 @@ def test_contention_is_of_what_both_take_together(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("platform", "asked", "measured"),
+    ("platform", "asked", "measured", "x64"),
     [
-        ("cpu", (), {"float32"}),
+        ("cpu", (), {"float32"}, False),
+        ("cpu", (), {"float32", "float64"}, True),
+        ("cpu", ("float16",), {"float32", "float16"}, True),
         # Each by itself: a card without bfloat16 units computes it in float32, and float16 eight times as fast.
-        ("gpu", (), {"float32", "tf32", "bfloat16", "float16"}),
-        ("gpu", ("bfloat16",), {"float32", "tf32", "bfloat16"}),
+        ("gpu", (), {"float32", "tf32", "bfloat16", "float16"}, False),
+        ("gpu", ("bfloat16",), {"float32", "tf32", "bfloat16"}, False),
     ],
 )
 def test_dtypes_whose_rates_are_measured(
-    platform: str, asked: tuple[str, ...], measured: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    platform: str,
+    asked: tuple[str, ...],
+    measured: set[str],
+    x64: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[str] = []
 
@@ -292,7 +306,7 @@ def test_dtypes_whose_rates_are_measured(
     job: Any = FakeJob([1.0])
     job.devices = [SimpleNamespace(platform=platform)]
     job.memory, job.fingerprint, job.shared = lambda: [1 << 30], lambda _: "", str
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), jax.enable_x64(x64):
         run.profile(job, Options(dtypes=asked), tmp_path / "partial")
     assert set(seen) == measured
 
