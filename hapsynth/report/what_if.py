@@ -15,8 +15,8 @@ from hapsynth.whatif.remedies import Remedy
 
 
 def advice_record(variants: Sequence[Variant]) -> dict[str, Any]:
-    """The field "advice" of `search --advise --json`. `speedup`: over the cluster as it is."""
-    base = base_variant(variants).cost_s
+    """The field "advice" of `search --advise --json`. `speedup`: over the cluster as it is, by the same model."""
+    base = base_variant(variants)
     return {
         "clusters": [
             {
@@ -25,7 +25,7 @@ def advice_record(variants: Sequence[Variant]) -> dict[str, Any]:
                 "network_bytes_per_s": slower_link(v.cluster).bandwidth,
                 "cost_s": None if v.cost_s is None else finite(v.cost_s),
                 "gap": v.gap,
-                "speedup": base / v.cost_s if base and v.cost_s else None,
+                "speedup": _speedup(v, base),
                 "price_per_step": v.price,
                 **({"message": v.problem} if v.problem else {}),
             }
@@ -37,18 +37,24 @@ def advice_record(variants: Sequence[Variant]) -> dict[str, Any]:
 
 def print_advice(out: Console, variants: Sequence[Variant]) -> None:
     """The clusters as a table, fastest first, and the conclusion in words."""
-    base = base_variant(variants).cost_s
+    base = base_variant(variants)
     out.print(heading("Other clusters, the same work"))
     priced = any(v.price is not None for v in variants)
     rows: list[list[str]] = []
     for v in variants:
         time = "nothing fits" if v.cost_s is None else seconds(v.cost_s)
-        speedup = f"{base / v.cost_s:.2f}x" if base and v.cost_s else "-"
+        times = _speedup(v, base)
+        speedup = "-" if times is None else f"{times:.2f}x"
         price = [] if not priced else ["-" if v.price is None else f"{v.price:.3g}"]
         rows.append([v.change, plural(v.cluster.n, "device"), time, speedup, *price])
     out.print(Table(["cluster", "devices", "step time", "speedup", *(["price of a step"] if priced else [])], rows))
     for sentence in sentences(variants):
         out.print(sentence)
+
+
+def _speedup(variant: Variant, base: Variant) -> float | None:
+    own = variant.beside(base)
+    return base.cost_s / own if base.cost_s and own else None
 
 
 def remedies_record(remedies: Sequence[Remedy]) -> list[dict[str, Any]]:

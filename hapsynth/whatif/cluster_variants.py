@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hapsynth._quantities import seconds
 from hapsynth.cluster.cluster import Cluster, Link
@@ -24,7 +24,9 @@ _SAME = 1e-3
 class Variant:
     """The best plan on one cluster. `dropped`: the kind that it lacks. `cost_s`: None where nothing fits, and why in
     `problem`. `left_out`: kinds that the plan does not use, `with_all_s`: seconds of the best program found that does.
-    `price`: of a step, None where a device has no price."""
+    `modelled_s`: of the cluster as it is by modelled collectives, where those measured on it say nothing of this one:
+    what this compares with, as no measured time does with a modelled one. `price`: of a step, None where a device has
+    no price."""
 
     change: str
     cluster: Cluster
@@ -34,6 +36,13 @@ class Variant:
     problem: str = ""
     left_out: frozenset[str] = frozenset()
     with_all_s: float | None = None
+    modelled_s: float | None = None
+
+    def beside(self, base: Variant) -> float | None:
+        """Seconds of a step, to be compared with those of the cluster as it is."""
+        if self.cost_s is None or self.modelled_s is None or base.cost_s is None:
+            return self.cost_s
+        return self.cost_s * base.cost_s / self.modelled_s
 
     @property
     def price(self) -> float | None:
@@ -70,9 +79,18 @@ def advise(plan: Plan, planned: Callable[[Cluster], Plan], tell: Callable[[str],
     """
     left_out = frozenset(k.name for k in plan.cluster.kinds) - {plan.cluster.devices[d].name for d in plan.devices}
     with_all = plan.result.with_all_s
-    found = [Variant("as it is", plan.cluster, plan.cost, plan.gap, left_out=left_out, with_all_s=with_all)]
+    base = Variant("as it is", plan.cluster, plan.cost, plan.gap, left_out=left_out, with_all_s=with_all)
+    found, modelled_s = [base], None
     try:
         for change, cluster, dropped in changes(plan.cluster):
+            modelled = bool(plan.cluster.collectives) and not cluster.collectives
+            if modelled and modelled_s is None:
+                tell("as it is, collectives by the model")
+                as_it_is = planned(replace(plan.cluster, collectives={}))
+                if as_it_is.result.interrupted:
+                    break
+                modelled_s = as_it_is.cost
+            change = f"{change}, collectives by the model" if modelled else change
             tell(change)
             try:
                 other = planned(cluster)
@@ -81,10 +99,11 @@ def advise(plan: Plan, planned: Callable[[Cluster], Plan], tell: Callable[[str],
                 continue
             if other.result.interrupted:
                 break
-            found.append(Variant(change, cluster, other.cost, other.gap, dropped))
+            of_base = modelled_s if modelled else None
+            found.append(Variant(change, cluster, other.cost, other.gap, dropped, modelled_s=of_base))
     except KeyboardInterrupt:
         pass
-    return sorted(found, key=lambda v: (v.cost_s is None, v.cost_s or 0.0))
+    return sorted(found, key=lambda v: (v.cost_s is None, v.beside(base) or 0.0))
 
 
 def sentences(variants: Sequence[Variant]) -> list[str]:
@@ -93,18 +112,19 @@ def sentences(variants: Sequence[Variant]) -> list[str]:
     assert base.cost_s is not None
     said: list[str] = []
     for v in variants:
-        if v.dropped is None or v.cost_s is None:
+        if v.dropped is None or (cost_s := v.beside(base)) is None:
             continue
         what = v.change.removeprefix("without ")
         with_all = base.with_all_s if v.dropped in base.left_out and base.with_all_s is not None else base.cost_s
-        times = f"{seconds(v.cost_s)} a step without, {seconds(with_all)} with"
+        times = f"{seconds(cost_s)} a step without, {seconds(with_all)} with"
         if v.dropped in base.left_out:
             said.append(f"{what} would make this slower: the plan leaves them out ({times})")
-        elif v.cost_s < base.cost_s * (1 - _SAME):
+        elif cost_s < base.cost_s * (1 - _SAME):
             said.append(f"{what} make this slower: leave them out ({times})")
-        elif v.cost_s <= base.cost_s * (1 + _SAME):
+        elif cost_s <= base.cost_s * (1 + _SAME):
             said.append(f"{what} don't help: they can be used for something else ({times})")
-    priced = [(price, v) for v in variants if (price := v.price) is not None]
+    times = lambda v: (v.beside(base) or 0.0) / v.cost_s if v.cost_s else 1.0
+    priced = [(price * times(v), v) for v in variants if (price := v.price) is not None]
     if priced and base.price:
         price, cheapest = min(priced, key=lambda pair: pair[0])
         if price < base.price * (1 - _SAME):

@@ -20,6 +20,8 @@ from wide_activations import ARGS
 from hapsynth.api import synthesize
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
+from hapsynth.cluster.curves import Curve
+from hapsynth.report.what_if import advice_record
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.whatif import cluster_variants
 from hapsynth.whatif.cluster_variants import Variant, advise, changes, sentences
@@ -79,6 +81,24 @@ def test_a_kind_that_is_in_the_way_is_to_be_left_out() -> None:
     costs = [v.cost_s for v in variants]
     assert costs == sorted(costs, key=lambda c: c or 0.0)
     assert any(s.startswith("the 1 slow would make this slower: the plan leaves them out") for s in sentences(variants))
+
+
+def test_no_measured_time_is_compared_with_a_modelled_one() -> None:
+    """A measured collective takes ten times as long as modelled; among more devices none was measured."""
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    step = lambda w, x: (w - 1e-3 * x.T @ jnp.tanh(x @ w), (x @ w).sum())
+    planned = lambda on: synthesize(step, (f32(512, 512), f32(4096, 512)), on)
+    bare = cluster(SLOW, SLOW)
+    slow = {
+        step: Curve(((0.0, 0.3), (1e9, 20.0))) for step in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    }
+    plan, modelled = planned(replace(bare, collectives={"hap": slow})), planned(bare)
+    assert plan.cost > 1.1 * modelled.cost
+    variants = advise(plan, planned, lambda _: None)
+    found = {row["change"]: row for row in advice_record(variants)["clusters"]}
+    more = found["with 2 more slow, collectives by the model"]
+    assert more["speedup"] == pytest.approx(modelled.cost / more["cost_s"])
+    assert found["with 10x the network bandwidth"]["speedup"] > 1
 
 
 def test_what_is_said() -> None:
