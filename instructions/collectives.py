@@ -175,6 +175,11 @@ class Collective:
     in_rounds: ClassVar[bool] = False
     """Whether it sends each piece by itself; what it sends is then `Exchanged`."""
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the collectives that it is priced as, as `sends` has them; none of a local step."""
+        return (self.name,) if self.communicates else ()
+
     def goes_over(self, hosts: Hosts) -> bool:
         """Whether it can be run along an axis over these hosts."""
         if self.over == "positions":
@@ -245,6 +250,10 @@ class Balanced(Collective):
     balances: ClassVar[bool] = True
     even: str = ""
     bundled: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return RESHARE, self.even
 
     def sends(self, source: Layout, target: Layout, axis: int) -> tuple[tuple[str, Traffic], ...]:
         evenly = _evenly(source if source[axis].is_sharded else target, axis)

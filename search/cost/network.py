@@ -97,11 +97,10 @@ class AxisLink:
         return self.levels["hosts"].hosts if self.levels else ()
 
     def offers(self, step: Collective) -> bool:
-        """Whether a step that is not the usual one can be run along it. Where collectives were measured, what has a
-        price of its own has to be, too: no measured time is compared with a modelled one."""
-        price = PRICES.get(step.name)
-        needed = () if price is None else price.measured_as or (step.name,)
-        measured = not self.curves or self.curves.keys() >= {*needed}
+        """Whether a step that is not the usual one can be run along it. Where collectives were measured, what it is
+        priced by has to be, too: no measured time is compared with a modelled one."""
+        needed = {name for part in step.parts for name in PRICES[part].measured_as or (part,)}
+        measured = not self.curves or self.curves.keys() >= needed
         return measured and step.goes_over(self.hosts)
 
     @property

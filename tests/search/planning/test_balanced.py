@@ -213,7 +213,10 @@ def test_ratios_follow_what_they_cost() -> None:
         assert plan.program.collectives() == {name: 1}
 
 
-@pytest.mark.parametrize("measured", [{}, {"reshare": Curve(((0.0, 1e-5), (1e5, 3e-5), (1e6, 2e-4)))}])
+LINES = Curve(((0.0, 1e-5), (1e5, 3e-5), (1e6, 2e-4)))
+
+
+@pytest.mark.parametrize("measured", [{}, {"reshare": LINES, "all_gather": LINES}])
 def test_what_sizes_decide_of_its_cost(measured: dict[str, Curve]) -> None:
     """All but what even shards take is counted where sizes are chosen."""
     plan = gathering(0.0, 2.0, collectives={"hap": measured})

@@ -109,6 +109,10 @@ def test_where_there_are_hosts() -> None:
     measured = along(cluster_of(4, 4, ratio=10.0, collectives={"hap": {"all_reduce": curve}}))
     assert not measured.offers(STEPS["hierarchical_all_reduce"])
     assert measured.offers(STEPS["all_reduce"])
+    # Nor the permutes that a balanced one has a part in.
+    for names in (("all_gather",), ("all_gather", "reshare")):
+        measured = along(cluster_of(1, 1, ratio=10.0, collectives={"hap": dict.fromkeys(names, curve)}))
+        assert measured.offers(STEPS["balanced_all_gather"]) == ("reshare" in names)
 
 
 def test_of_a_measured_cluster_the_search_takes_what_was_measured_to_be_faster() -> None:
