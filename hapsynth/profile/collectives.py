@@ -62,6 +62,11 @@ class Exchange:
         return -(-self.nbytes // (4 * self.n)) * self.n
 
     @property
+    def scatters(self) -> bool:
+        """Whether a device has as many for each other one, and gets one part: what it sends is there before."""
+        return self.step in STEPS and STEPS[self.step].splits and not STEPS[self.step].joins
+
+    @property
     def block(self) -> float:
         """Bytes of what a device sends at once: all it holds, or of that each other one's part."""
         step = STEPS[self.step]
@@ -97,7 +102,7 @@ def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
     """Compiles an exchange: the seconds until this process had its results, for each of its devices."""
     lengths = [size for _, size in exchange.axes]
     names = tuple(name for name, _ in exchange.axes)
-    words = exchange.words
+    words = exchange.words * (exchange.n if exchange.scatters else 1)
     mesh = Mesh(np.array(job.devices).reshape(lengths), names)
     one = _step(exchange, job.hosts, DEFAULT if _gloo.joins(mesh) else None)
 
@@ -105,25 +110,29 @@ def runner(job: Job, exchange: Exchange) -> Callable[[], Floats]:
         # The data of every device must stay its own, or XLA may see that nothing needs to be sent.
         mark = lax.axis_index(exchange.axis).astype(jnp.float32) * 1e-6
         for _ in range(exchange.repeats):
-            x = one(x) + mark
+            made = one(x) + mark
+            # In place: to make all that is sent anew takes as long as to send it at times.
+            x = lax.dynamic_update_slice(x, made, (0,)) if exchange.scatters else made
         return x
 
     spec = PartitionSpec(names)
-    fn = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    fn = jax.jit(mapped, donate_argnums=(0,) if exchange.scatters else ())
     ones = np.ones(words, np.float32)
     x = jax.make_array_from_callback((words * job.n,), NamedSharding(mesh, spec), lambda _: ones)
     run = fn.lower(x).compile()
 
     def once() -> Floats:
+        nonlocal x
         began = time.perf_counter()
-        jax.block_until_ready(run(x))
+        x = jax.block_until_ready(run(x))
         return np.full(len(job.local), time.perf_counter() - began)
 
     return once
 
 
 def _step(exchange: Exchange, hosts: Sequence[int], gloo: LoweringOptions | None) -> Callable[[jax.Array], jax.Array]:
-    """One collective, from and to [words] on every device."""
+    """One collective to [words] on every device, from as many, or as many for each where it scatters."""
     axis, n, words = exchange.axis, exchange.n, exchange.words
     if exchange.step == BASE:
         return lambda x: x
@@ -133,8 +142,7 @@ def _step(exchange: Exchange, hosts: Sequence[int], gloo: LoweringOptions | None
     step = STEPS[exchange.step]
 
     def one(x: jax.Array) -> jax.Array:
-        sent = jnp.tile(x, n) if step.splits and not step.joins else x
-        made = exchange_first(step, axis, sent, P("sum"), R, gloo, as_it_is, exchange.hosts)
+        made = exchange_first(step, axis, x, P("sum"), R, gloo, as_it_is, exchange.hosts)
         if not step.joins:
             return made * (1 / n)
         # The neighbour's part: one's own would need no gathering.

@@ -11,6 +11,7 @@ import jax
 import modelled_profile
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 from modelled_profile import BANDWIDTH, BETA, LATENCY, OVERHEAD, RATE, START, exchange_seconds, kernel_seconds
 from two_processes import run_two
 
@@ -24,7 +25,7 @@ from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.rules.contraction import CONTRACTIONS, is_precise
 from hapsynth.profile import run
 from hapsynth.profile.cluster_builder import Builder
-from hapsynth.profile.collectives import exchanges, fitted, link_of, rings, runner
+from hapsynth.profile.collectives import _step, exchanges, fitted, link_of, rings, runner
 from hapsynth.profile.contention import BESIDE, beside, delayed, delayed_by, small_gather
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical, typical_kind
@@ -113,6 +114,19 @@ def test_what_goes_over_hosts_runs(hosts: tuple[int, ...]) -> None:
     assert over
     for e in over:
         assert (runner(job, e)() > 0).all()
+
+
+def test_what_is_scattered_is_not_made_anew() -> None:
+    """Else making it counts for sending it, in each of the collectives that are measured in a row."""
+    job = Job(2)
+    (e,) = [e for e in exchanges((("hap", 2),), (0, 0), quick=True) if e.key == f"reduce_scatter/hap/{1 << 20}"]
+    spec, one = PartitionSpec("hap"), _step(e, job.hosts, None)
+    mapped = jax.shard_map(one, mesh=Mesh(np.array(job.devices), ("hap",)), in_specs=spec, out_specs=spec)
+    inner = jax.make_jaxpr(mapped)(np.ones(4 * e.words, np.float32)).eqns[0].params["jaxpr"]
+    assert "reduce_scatter" in str(inner)
+    assert all(x.aval.size <= e.words for eqn in inner.eqns for x in eqn.outvars)
+    once = runner(job, e)
+    assert all((once() > 0).all() for _ in range(2))
 
 
 def figures_of(job: FakeJob, axis: str = "hap") -> tuple[list[Any], list[Any], dict[str, Any]]:
