@@ -333,6 +333,21 @@ def raised_at(error: BaseException) -> str:
     return own or installed
 
 
+DRAWS = ("random_bits", "random_split", "random_gamma")
+"""Names of the primitives whose results depend on `jax_threefry_partitionable`."""
+
+
+def partitionable() -> bool:
+    """Whether an element's random bits depend on its index alone; `jax.threefry_partitionable` may change it for a
+    while."""
+    return jax.threefry_partitionable.value
+
+
+def was_partitionable(eqn: Any) -> bool:
+    """As `partitionable`, where the equation was traced: there JAX remembers it."""
+    return eqn.ctx.threefry_partitionable
+
+
 def scope_name(eqn: Any) -> str:
     """The scopes of `jax.named_scope` and the transformations around an equation, within its own jaxpr."""
     return str(getattr(eqn.source_info, "name_stack", "") or "")

@@ -141,6 +141,8 @@ class Plan(Planned, Generic[P, R]):
         """
         if args or kwargs:
             self.arguments.flatten(args, kwargs, structs=True)
+        elif wrong := self.arguments.wrong_setting():
+            raise TypeError(wrong)
         return self.lowered.lower()
 
     # Moving values

@@ -22,6 +22,7 @@ STATIC: dict[str, Any] = {}
 CONSTANTS: tuple[Array, ...] = ()
 CONSTANT_VALUES: tuple[Any, ...] = ()
 X64 = False
+PARTITIONABLE: bool | None = None
 
 
 def body(*shards: Any) -> tuple[Any, ...]:
@@ -100,15 +101,17 @@ def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _check_width() -> None:
+def _check_settings() -> None:
     if X64 and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
         raise TypeError("the program computes in 64 bits: set jax_enable_x64, as it was when it was planned")
+    if PARTITIONABLE not in (None, jax.threefry_partitionable.value):
+        raise TypeError(f"the program draws random numbers with jax_threefry_partitionable={PARTITIONABLE}: set it so")
 
 
 def shard(mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
     """The first arguments of the function, stored as `step` takes them. One gives just that, several a tuple, with a
     dict of the keyword arguments last where there are any."""
-    _check_width()
+    _check_settings()
     known = {a.path: a for a in ARGUMENTS}
 
     def stored(path: Any, leaf: Any) -> Any:
@@ -136,7 +139,7 @@ def make_step(mesh: Mesh) -> Callable[..., Any]:
 
     It consumes the arguments that are marked as donated, whose place the results take.
     """
-    _check_width()
+    _check_settings()
     stored = (*ARGUMENTS, *CONSTANTS)
     on_mesh = jax.shard_map(
         body,
@@ -155,6 +158,7 @@ def make_step(mesh: Mesh) -> Callable[..., Any]:
     constants = [a.pad(x, mesh) for a, x in zip(CONSTANTS, CONSTANT_VALUES)]
 
     def step(*args: Any, **kwargs: Any) -> Any:
+        _check_settings()
         named, structure = jax.tree_util.tree_flatten_with_path((args, kwargs))
         given = {jax.tree_util.keystr(path[1:]): x for path, x in named}
         missing = [a.path for a in ARGUMENTS if a.path not in given]

@@ -20,7 +20,6 @@ from hapsynth.export._names import marker, of_path
 from hapsynth.export._pytree_printer import results_text
 from hapsynth.instructions.layout import format_layout
 from hapsynth.lower import Lowered, Storage
-from hapsynth.running.arguments import NOT_WIDE
 from hapsynth.running.base import Planned
 from hapsynth.running.form import only_exact
 
@@ -53,8 +52,8 @@ def source_of(plan: Planned) -> str:
     too_large = only_exact(plan.traced.graph, plan.result, plan.cluster)
     if too_large:
         raise SourceError(f"the plan has no single program that could be written: {too_large}")
-    if plan.arguments.computes_wide and not _jax.is_available(np.float64):
-        raise SourceError(NOT_WIDE)
+    if wrong := plan.arguments.wrong_setting():
+        raise SourceError(wrong)
     try:
         return _Module(plan).text()
     except UnwritableError as error:
@@ -95,6 +94,7 @@ class _Module:
             _tuple_of("CONSTANT_VALUES", [_whole(x) for x in graph.constants.values()]),
             self.static(),
             f"X64 = {self.plan.arguments.computes_wide}",
+            f"PARTITIONABLE = {graph.partitionable}",
             *(f"{name} = {_whole(x)}" for name, x in self.writer.tables.items()),
         ]
         return "\n\n\n".join(p for p in parts if p) + "\n"

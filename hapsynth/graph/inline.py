@@ -190,6 +190,12 @@ class _Inliner:
             )
         if name in REFUSED:
             raise TraceError(f"{name} ({source}) {REFUSED[name]}")
+        if name in _jax.DRAWS and _jax.was_partitionable(eqn) != _jax.partitionable():
+            now = "on" if _jax.partitionable() else "off"
+            raise TraceError(
+                f"{name} ({source}) is under another jax_threefry_partitionable than the planning, where it is {now}: "
+                "a plan draws all its random numbers with one; set it around the planning and the calls instead"
+            )
         control = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if control is not None:
             return control(eqn, operands, source)
@@ -385,6 +391,7 @@ class _Inliner:
             new_constants,
             regions=tuple(regions.values()),
             ties={op: number[key] for op, key in loop_carries.items()},
+            partitionable=_jax.partitionable() if any(op.name in _jax.DRAWS for op in ops) else None,
         )
 
     def kept_regions(self, needed: Sequence[_Raw]) -> dict[int, Region]:

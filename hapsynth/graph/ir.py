@@ -225,6 +225,8 @@ class Graph:
     """Index of a loop_carry op -> the value that the next iteration finds as its carried one."""
     again: Rematerialized | None = None
     """Which ops of the traced function run twice here (`graph/rematerialize.py`)."""
+    partitionable: bool | None = None
+    """`jax_threefry_partitionable`, with which its random numbers are drawn; None where none depend on it."""
 
     @cached_property
     def producer(self) -> dict[int, int]:
@@ -409,5 +411,6 @@ class Graph:
             length = r.count if r.kind == "scan" else ""
             digest.update(f"{r.kind}{r.parent}{length}{r.reverse}".encode())
         outputs = [o if isinstance(o, int) else "lit" for o in self.outputs]
-        digest.update(f"{self.inputs}{outputs}{self.carry}{self.ties or ''}".encode())
+        whole = "" if self.partitionable is not False else "not partitionable"
+        digest.update(f"{self.inputs}{outputs}{self.carry}{self.ties or ''}{whole}".encode())
         return digest.hexdigest()[:16]

@@ -29,8 +29,6 @@ from hapsynth.running.transfer import exchange
 
 logger = logging.getLogger(__name__)
 
-NOT_WIDE = "the plan computes in 64 bits: set jax_enable_x64, as it was when it was planned"
-
 
 class Arguments:
     """Checks and places the arguments of one traced function."""
@@ -46,7 +44,7 @@ class Arguments:
     def flatten(self, args: Sequence[Any], kwargs: dict[str, Any], *, structs: bool = False) -> list[Any]:
         """All leaves of a call, checked: structure, leaves that are no arrays, shapes, dtypes, deleted arrays.
 
-        Raises TypeError (structure, dtype, a leaf that is no array, 64 bits inside where JAX has none), ValueError
+        Raises TypeError (structure, dtype, a leaf that is no array, `wrong_setting`), ValueError
         (shape, a static leaf) or RuntimeError (an array that an earlier call consumed), naming the leaf's path, before
         anything is run or consumed. With `structs` a leaf may be a ShapeDtypeStruct.
         """
@@ -57,9 +55,18 @@ class Arguments:
         if structs:
             leaves = [_Struct(x) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
         self.check(leaves, 0, paths)
-        if self.computes_wide and not _jax.is_available(np.float64):
-            raise TypeError(NOT_WIDE)
+        if wrong := self.wrong_setting():
+            raise TypeError(wrong)
         return leaves
+
+    def wrong_setting(self) -> str:
+        """Which of JAX's settings has to be as it was when the plan was made, and is not; '' where none."""
+        if self.computes_wide and not _jax.is_available(np.float64):
+            return "the plan computes in 64 bits: set jax_enable_x64, as it was when it was planned"
+        if (drawn := self.traced.graph.partitionable) not in (None, _jax.partitionable()):
+            was = "on" if drawn else "off"
+            return f"the plan draws random numbers with jax_threefry_partitionable {was}, as it was planned: set it so"
+        return ""
 
     @cached_property
     def computes_wide(self) -> bool:

@@ -313,7 +313,8 @@ def _same_function(saved: Mapping[str, Any], traced: Traced) -> Traced:
     if graph.fingerprint != saved["fingerprint"]:
         raise PlanError(
             f"this plan is of another function: fingerprint {saved['fingerprint']}, and this one's is "
-            f"{graph.fingerprint}: the ops have the same names, but other operands, shapes or parameters"
+            f"{graph.fingerprint}: the ops have the same names, but other operands, shapes or parameters, or draw "
+            "random numbers with another jax_threefry_partitionable"
         )
     runs = [abs(read_number(x)) for x in saved["runs"]]
     bodies = len(graph.regions) - 1

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
+from hapsynth._jax import partitionable
 from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Factors, Local
 from hapsynth.instructions.rules.elementwise import pointwise
@@ -40,11 +41,6 @@ def _hashes(op: Op) -> float:
 
 def _is_threefry(dtype: Any) -> bool:
     return dtype == jax.random.key_dtype(THREEFRY)
-
-
-def _is_partitionable() -> bool:
-    """Whether an element's bits depend on its index alone; `jax.threefry_partitionable` may change it for a while."""
-    return jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @register("threefry2x32", flops=_hashes, fusible=True)
@@ -127,9 +123,9 @@ def bits_on_shard(local: Local, operands: Sequence[Any], block: int = BLOCK) -> 
     cuts = [local.cut(dim) for dim in local.factors.results[0][batch:]]
     offsets = {d: cut.offset() for d, cut in enumerate(cuts) if cut is not None}
     in_blocks = local.platform == "cpu" and not batch and prod(here) > 2 * block and max(here) < 1 << 31
-    if not offsets and not (in_blocks and _is_threefry(op.dtypes[0]) and _is_partitionable()):
+    if not offsets and not (in_blocks and _is_threefry(op.dtypes[0]) and partitionable()):
         return bind(op.primitive, [keys], op.params)
-    if not _is_partitionable():
+    if not partitionable():
         raise ValueError(
             "a plan made with jax_threefry_partitionable cuts random numbers, and it is off now: turn it on for the "
             "run, or plan with it off"
@@ -162,7 +158,7 @@ def _random_bits(f: Factors) -> None:
     batch, keys = len(op.shapes[0]), op.dtypes[0]
     if not _is_threefry(keys):
         f.block(bits, f"bits from {keys} are drawn whole; those from {THREEFRY} keys can be cut")
-    elif not _is_partitionable():
+    elif not partitionable():
         f.block(bits[batch:], "each bit depends on the whole shape while jax_threefry_partitionable is off")
     f.block((d for d, n in zip(bits, op.result_shapes[0]) if n >= 1 << 31), "too long for 32-bit offsets")
 

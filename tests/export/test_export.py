@@ -90,6 +90,9 @@ def planned(fn: Callable[..., Any], args: Any, on: str = "3:1") -> Plan:
 def test_draws_in_blocks() -> None:
     plan = planned(large_draws, (jax.random.key(5),))
     assert "dynamic_update_slice" in assert_exports(plan, jax.random.key(5))
+    made = module(plan)
+    with jax.threefry_partitionable(False), pytest.raises(TypeError, match="jax_threefry_partitionable=True: set it"):
+        made.make_step(made.make_mesh())
 
 
 @pytest.mark.slow

@@ -156,3 +156,28 @@ def test_the_fingerprint_follows_the_function():
     assert one == trace(lambda x: jnp.sin(x) * 2, (struct(3),)).graph.fingerprint
     assert one != trace(lambda x: jnp.sin(x) * 3, (struct(3),)).graph.fingerprint
     assert one != trace(lambda x: jnp.sin(x) * 2, (struct(4),)).graph.fingerprint
+    draw = lambda key: jax.random.uniform(key, (3,))
+    with jax.threefry_partitionable(False):
+        whole = trace(draw, (jax.random.key(0),)).graph.fingerprint
+    assert whole != trace(draw, (jax.random.key(0),)).graph.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda key: jax.random.uniform(key, (3,)), "random_bits"),
+        (jax.jit(jax.random.split), "random_split"),
+        (lambda key: jax.random.gamma(key, 2.0), "random_gamma"),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_random_numbers_of_another_setting_are_refused(draw, name, inside):
+    def fn(key):
+        with jax.threefry_partitionable(inside):
+            return draw(key)
+
+    now = "on" if not inside else "off"
+    with jax.threefry_partitionable(not inside):
+        with pytest.raises(TraceError, match=rf"{name} \(test_trace.py:\d+\) .*, where it is {now}: "):
+            trace(fn, (jax.random.key(0),))
+        assert trace(draw, (jax.random.key(0),)).graph.partitionable is not inside

@@ -36,6 +36,20 @@ def test_x64() -> None:
     assert plan.lowered.traces == 1
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_random_numbers_are_drawn_as_planned(planned: bool) -> None:
+    args = (jax.random.key(3), floats(8, 2))
+    draw = lambda key, x: x * jax.random.uniform(key, x.shape)
+    with jax.threefry_partitionable(planned):
+        plan = make_plan(draw, args)
+        assert_same(plan(*args), jax.jit(draw)(*args), plan)
+    was = "on" if planned else "off"
+    with jax.threefry_partitionable(not planned):
+        for other in (lambda: plan(*args), plan.lower, lambda: plan.check(*args), plan.to_source):
+            with pytest.raises((TypeError, hapsynth.SourceError), match=f"jax_threefry_partitionable {was}, as it was"):
+                other()
+
+
 def test_non_array_leaves_none_and_keywords() -> None:
     def fn(x: Any, options: Any, *, scale: Any, flag: bool) -> Any:
         y = options["act"](x) * scale + (1 if options["name"] == "a" else 2)
