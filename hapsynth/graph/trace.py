@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, cast
 
 import jax
@@ -101,6 +102,7 @@ def trace(
             arrays.append(i)
             structs.append(abstract(leaf, in_paths[i]))
         else:
+            _refuse_arrays_in(leaf, f"argument {in_paths[i]}")
             static[i] = leaf
     out_info: dict[str, Any] = {}
     changed: dict[str, Any] = {}
@@ -132,6 +134,8 @@ def trace(
                     f"{what} a {type(leaf).__name__}, which jax.jit refuses too: what it gives is computed after the "
                     "function has returned; return a list or tuple of it"
                 )
+            if not is_array_like(leaf):
+                _refuse_arrays_in(leaf, f"output {path}" if path else "what the function returns")
         keep = [i for i, leaf in enumerate(out_flat) if is_array_like(leaf)]
         out_info.update(
             tree=out_tree, paths=paths, keep=keep, static={i: x for i, x in enumerate(out_flat) if i not in set(keep)}
@@ -169,6 +173,28 @@ def trace(
     )
     pairs = _given_carry(traced, carry) if carry is not None else _find_carry(traced)
     return replace(traced, graph=replace(graph, carry=tuple(pairs)))
+
+
+def _refuse_arrays_in(leaf: Any, what: str) -> None:
+    """Raise TraceError for an object that is no array and holds some, which would stay what they are while it is
+    traced."""
+    seen: set[int] = set()
+    objects: list[Any] = [leaf]
+    while objects:
+        x = objects.pop()
+        if isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
+            # Meshes hold arrays of devices.
+            if x.dtype != object:
+                kind = type(leaf).__name__
+                raise TraceError(
+                    f"{what} is a {kind}, which holds arrays and is no pytree, so a plan, as jax.jit, does not find "
+                    f"them: register {kind}, a dataclass by jax.tree_util.register_dataclass"
+                )
+        elif id(x) not in seen and not isinstance(x, (type, ModuleType)):
+            seen.add(id(x))
+            names = (*getattr(x, "__dict__", ()), *getattr(type(x), "__slots__", ()))
+            objects += [getattr(x, name, None) for name in names]
+            objects += x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
 
 
 def _in_objects(arguments: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -149,6 +150,33 @@ def test_constants_are_values_and_functions_are_static():
     assert len(traced.graph.inputs) == 1
     assert list(traced.static_leaves.values()) == [jnp.sin, *kinds]
     assert [v.shape for v in traced.graph.constants.values()] == [(1000,)]
+
+
+@dataclass
+class State:
+    w: Any
+    config: Any = None
+
+
+@dataclass(slots=True)
+class Slim:
+    inner: Any
+
+
+def test_arrays_in_what_is_no_pytree_are_refused():
+    with pytest.raises(TraceError, match=r"argument \[0\] is a State, .* by jax.tree_util.register_dataclass"):
+        trace(lambda state, x: (State(state.w - x), x), (State(np.ones(3)), struct(3)))
+    with pytest.raises(TraceError, match=r"argument \['state'\] is a Slim, which holds arrays"):
+        trace(lambda state: state, (), {"state": Slim([State(struct(3))])})
+    with pytest.raises(TraceError, match=r"output \[0\]\['new'\] is a Slim, which holds arrays"):
+        trace(lambda x: ({"new": Slim({"w": x})}, x), (struct(3),))
+    with pytest.raises(TraceError, match="what the function returns is a State, which holds arrays"):
+        trace(lambda x: State(2, State(x)), (struct(3),))
+    # Without arrays it is a constant.
+    given = State(2, jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",)))
+    traced = trace(lambda state, x: (x * state.w, state, State(jnp.tanh, "a")), (given, struct(3)))
+    assert traced.static_leaves == {0: given}
+    assert traced.out_static_leaves == {1: given, 2: State(jnp.tanh, "a")}
 
 
 def test_the_fingerprint_follows_the_function():
