@@ -100,21 +100,19 @@ class Plans(Mapping[str, Plan]):
 
     @property
     def state_of(self) -> Plan:
-        """Of the first function that carries the state."""
+        """Of the function after whose arguments the state is named: the one that carries most."""
         return self._plans[self._named_after]
 
     @cached_property
     def layouts(self) -> dict[str, str]:
-        """Path of the state, among the arguments of the first function that carries it -> layout."""
+        """Path of the state, among the arguments of the function of `state_of` -> layout."""
         plan = self.state_of
         paths = (plan.traced.in_paths[source] for source, _ in plan.traced.graph.carry)
         return {path: plan.layouts[path] for path in paths}
 
     @cached_property
     def _roles(self) -> Mapping[str, Role]:
-        # The state is named after the first that carries it.
-        names = sorted(self, key=lambda name: name != self._named_after)
-        return shared_state({name: self[name].traced for name in names}, self._said).roles
+        return shared_state({name: plan.traced for name, plan in self.items()}, self._said, self._named_after).roles
 
     def rebalanced(self, name: str, plan: Plan) -> Plans:
         """All plans with the state as `plan` keeps it, which is `self[name]` at other sizes (`Proposal.plan`,

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from hapsynth.graph.ir import Graph
 from hapsynth.graph.trace import Traced, TraceError, by_head, tail_of, under
 
 RESULT = "return"
@@ -56,14 +57,18 @@ class _Group(NamedTuple):
     positions: Mapping[str, int]
 
 
-def shared_state(functions: Mapping[str, Traced], said: Mapping[str, Mapping[str, str]]) -> SharedState:
-    """The state of the first function that carries one, found in the others by its tree, shapes and dtypes.
+def shared_state(
+    functions: Mapping[str, Traced], said: Mapping[str, Mapping[str, str]], lead: str | None = None
+) -> SharedState:
+    """The state of `lead`, by default the function that carries most, found in the others by its tree, shapes and
+    dtypes.
 
     `said`: function -> path of an argument, or of a result with `return` before it, -> path of the state that it is, of
     functions in which it is not looked for. Raises TraceError for a function in which there is none of it.
     """
-    lead = next((name for name, traced in functions.items() if traced.graph.carry), None)
-    if lead is None:
+    # A batch that is like a result by chance has fewer leaves than a state, or is smaller.
+    lead = lead or max(functions, key=lambda name: _carried(functions[name].graph, name in said))
+    if not functions[lead].graph.carry:
         raise TraceError(
             f"none of the functions {', '.join(functions)} returns an argument's successor, so there is no state to "
             "share: say which arguments are carried, e.g. carry={'train': [('[0]', '[0]')]}"
@@ -80,6 +85,13 @@ def shared_state(functions: Mapping[str, Traced], said: Mapping[str, Mapping[str
             found = _said(name, traced, leaves, said[name]) if name in said else _found(name, lead, traced, leaves)
             roles[name] = _role(traced, *found)
     return SharedState(leaves, _agreeing({name: roles[name] for name in functions}), lead)
+
+
+def _carried(graph: Graph, is_said: bool) -> tuple[bool, bool, int, int]:
+    """A sort key, larger for a function that carries more: whether it carries anything, whether the user does not say
+    what, the number of leaves, their bytes."""
+    values = [graph.values[graph.inputs[source]] for source, _ in graph.carry]
+    return bool(values), not is_said, len(values), sum(v.nbytes for v in values)
 
 
 def _agreeing(roles: Mapping[str, Role]) -> Mapping[str, Role]:
@@ -171,13 +183,16 @@ def _found(name: str, lead: str, traced: Traced, leaves: Sequence[Leaf]) -> tupl
             _compare(name, lead, traced, leaves, part)
         raise TraceError(
             f"{name!r} neither takes nor returns the state of {lead!r}, which begins with {leaves[0].path} of "
-            f"{leaves[0]}: {_way_out(name)}"
+            f"{leaves[0]}: {_way_out(name, lead)}"
         )
     return found
 
 
-def _way_out(name: str) -> str:
-    return f"give it that state, or say what it has of it, e.g. state={{{name!r}: {{'[0]': '[0]'}}}}"
+def _way_out(name: str, lead: str) -> str:
+    return (
+        f"give it that state, or say what it has of it, e.g. state={{{name!r}: {{'[0]': '[0]'}}}}, or what the state "
+        f"is, e.g. carry={{{lead!r}: [('[0]', '[0]')]}}"
+    )
 
 
 def _compare(
@@ -202,7 +217,8 @@ def _compare(
         if here != there:
             raise TraceError(
                 f"the state that {name!r} {does} at {group.name or 'its top'} is not that of {lead!r}: the first leaf "
-                f"that differs is {tail or group.name}, {there} in {lead!r} and {here} in {name!r}; {_way_out(name)}"
+                f"that differs is {tail or group.name}, {there} in {lead!r} and {here} in {name!r}; "
+                + _way_out(name, lead)
             )
 
 

@@ -18,10 +18,11 @@ from slow_devices import SPEEDS, first_devices, slow_cluster, thin_cluster
 
 import hapsynth
 from hapsynth import Plans
-from hapsynth.graph.trace import TraceError
+from hapsynth.graph.trace import TraceError, trace
 from hapsynth.plan import Plan
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.sizing.fixed_ratios import RatioError
+from hapsynth.several.shared_state import shared_state
 
 WIDTHS = (12, 40, 6)
 ROWS = 28
@@ -297,6 +298,23 @@ def test_plans_in_a_file(tmp_path: Path) -> None:
         hapsynth.load_plans(tmp_path / "plans.json", {**FLAT_FUNCTIONS, "train": lambda w, m, x: (w, m)}, FLAT)
 
 
+@pytest.mark.parametrize("weights", [{"in": (12, 40), "out": (40, 12)}, {"in": (12, 12)}])
+def test_a_batch_like_a_result_is_not_the_state(weights: dict[str, tuple[int, int]]) -> None:
+    def reconstruct(w: Any, x: jax.Array) -> jax.Array:
+        return x @ w["in"] @ w["out"] if "out" in w else x @ w["in"]
+
+    def learn(w: Any, x: jax.Array) -> Any:
+        value, g = jax.value_and_grad(lambda w: jnp.mean((reconstruct(w, x) - x) ** 2))(w)
+        return jax.tree.map(jnp.subtract, w, g), value
+
+    args = {k: jax.ShapeDtypeStruct(shape, np.float32) for k, shape in weights.items()}, X[:8]
+    traced = {"reconstruct": trace(reconstruct, args), "learn": trace(learn, args)}
+    shared = shared_state(traced, {})
+    assert [leaf.path for leaf in shared.leaves] == [f"[0]['{k}']" for k in weights]
+    assert list(shared.roles) == list(traced)
+    assert shared.roles["reconstruct"].traced.graph.kept == tuple(range(len(weights)))
+
+
 def prefill(prompt: jax.Array) -> Any:
     return {"cache": prompt, "token": jnp.argmax(prompt.sum(1))}
 
@@ -344,7 +362,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no state": (
         {"functions": {**FUNCTIONS, "eval": jnp.sum}, "args": {**ARGS, "eval": (X,)}},
         TraceError,
-        "'eval' neither takes nor returns the state of 'train', which begins with [0]['m']['bias'] of float32[40]",
+        "'eval' neither takes nor returns the state of 'train', which begins with [0]['m']['bias'] of float32[40]: "
+        "give it that state, or say what it has of it, e.g. state={'eval': {'[0]': '[0]'}}, or what the state is, e.g. "
+        "carry={'train': [('[0]', '[0]')]}",
     ),
     "nothing carried": (
         {"functions": {"eval": evaluate, "init": init}, "args": {k: ARGS[k] for k in ("eval", "init")}},
