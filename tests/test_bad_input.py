@@ -56,6 +56,23 @@ class NoDtype:
     shape = (3,)
 
 
+class Module:
+    dtype = np.float32
+
+    def shape(self) -> tuple[int, ...]:
+        return ()
+
+
+class ForeignType:
+    def __str__(self) -> str:
+        return "torch.float32"
+
+
+class Foreign:
+    shape = (3,)
+    dtype = ForeignType()
+
+
 OPTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "more devices than the cluster": (
         lambda: planned(mesh=first_devices(8), cluster=CLUSTER),
@@ -89,6 +106,11 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TraceError,
         r"argument \[0\]\['w'\]\[0\] has shape None and dtype .*; every array leaf needs both .* jax.ShapeDtypeStruct",
     ),
+    "a module with a dtype": (
+        lambda: planned(X, Module()),
+        TraceError,
+        r"argument \[1\] has shape <bound method .*, or close over this Module if it is no array",
+    ),
     "a leaf without dtype": (
         lambda: planned(X, {"b": NoDtype()}),
         TraceError,
@@ -98,6 +120,16 @@ OPTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: planned(X, {"b": np.array(["a", "b"])}),
         TraceError,
         r"argument \[1\]\['b'\] has dtype <U1, which JAX does not have; pass numbers or bools",
+    ),
+    "a masked array": (
+        lambda: planned(X, np.ma.masked_array(X, X > 0)),
+        TraceError,
+        r"argument \[1\] is a masked array, and JAX has no masks: pass its filled\(\)",
+    ),
+    "an array of another library": (
+        lambda: planned(X, {"b": Foreign()}),
+        TraceError,
+        r"argument \[1\]\['b'\] is a test_bad_input.Foreign of dtype torch.float32, .*; pass it as a NumPy",
     ),
     "a number too large": (
         lambda: planned(X, 1 << 40),
@@ -269,6 +301,11 @@ CALLS: dict[str, tuple[Callable[[Plan], Any], type[Exception], str]] = {
         lambda p: p(STATE, planned(X[:12], fn=jnp.sin, mesh=p.mesh, cluster=CLUSTER).shard(X[:12])),
         ValueError,
         r"argument \[1\] has shape \(12, 8\), and the plan is for \(24, 8\): pass that shape, or synthesize again",
+    ),
+    "a masked array": (
+        lambda p: p(STATE, np.ma.masked_array(X, X > 0)),
+        TypeError,
+        r"argument \[1\] is a masked array, and JAX has no masks: pass its filled\(\)",
     ),
     "a scalar": (lambda p: p(STATE, 3.0), ValueError, r"argument \[1\] has shape \(\), and the plan is for \(24, 8\)"),
     "complex numbers": (

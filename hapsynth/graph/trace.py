@@ -60,17 +60,29 @@ def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         except OverflowError as error:
             raise TraceError(f"argument {path} is {leaf!r}: {error}; enable jax_enable_x64, or pass a float") from None
         return jax.ShapeDtypeStruct((), aval.dtype, weak_type=not isinstance(leaf, bool))
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TraceError(
+            f"argument {path} is a masked array, and JAX has no masks: pass its filled(), or data and mask"
+        )
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape is None or dtype is None or any(not isinstance(d, (int, np.integer)) for d in shape):
+    numbers = isinstance(shape, (tuple, list)) and all(isinstance(d, (int, np.integer)) for d in shape)
+    if not numbers or dtype is None:
         raise TraceError(
             f"argument {path} has shape {shape} and dtype {dtype}; every array leaf needs both as plain integers "
-            "and a dtype: pass an array or a jax.ShapeDtypeStruct((..., ...), dtype)"
+            "and a dtype: pass an array or a jax.ShapeDtypeStruct((..., ...), dtype), or close over this "
+            f"{type(leaf).__name__} if it is no array"
         )
     weak = bool(getattr(leaf, "weak_type", False))
-    if not _jax.is_extended(dtype):
-        if not any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.number, np.bool_)):
-            raise TraceError(f"argument {path} has dtype {dtype}, which JAX does not have; pass numbers or bools")
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    try:
+        if not _jax.is_extended(dtype):
+            if not any(jax.numpy.issubdtype(dtype, kind) for kind in (jax.numpy.number, np.bool_)):
+                raise TraceError(f"argument {path} has dtype {dtype}, which JAX does not have; pass numbers or bools")
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+    except TypeError:
+        kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+        raise TraceError(
+            f"argument {path} is a {kind} of dtype {dtype}, which JAX does not know; pass it as a NumPy or JAX array"
+        ) from None
     return jax.ShapeDtypeStruct(tuple(int(d) for d in shape), dtype, weak_type=weak)
 
 
