@@ -51,10 +51,9 @@ class Arguments:
         leaves, tree = tree_flatten((tuple(args), kwargs))
         if tree != self.traced.in_tree:
             raise TypeError(self._tree_error(args, kwargs))
-        paths = lambda i: keystr(tree_flatten_with_path((tuple(args), kwargs))[0][i][0][1:])
         if structs:
             leaves = [_Struct(x) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
-        self.check(leaves, 0, paths)
+        self.check(leaves, 0, self.path_from(0))
         if wrong := self.wrong_setting():
             raise TypeError(wrong)
         return leaves

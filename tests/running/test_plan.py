@@ -65,6 +65,14 @@ def test_arguments_of_every_kind_are_not_traced_again(plan: Plan) -> None:
     assert plan.lowered.traces == 1
 
 
+def test_paths_are_not_made_anew_for_what_is_right(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = step_args()
+    plan(*args)
+    # Once for each leaf they would take the square of the leaves.
+    monkeypatch.setattr("hapsynth.running.arguments.tree_flatten_with_path", None)
+    plan(*args)
+
+
 def test_donation_frees_the_state_and_leaves_what_was_given(plan: Plan) -> None:
     given = jax.tree.map(jnp.asarray, step_args())
     state, batch = plan.shard(*given)
