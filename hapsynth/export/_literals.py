@@ -8,6 +8,7 @@ import inspect
 from functools import cache
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 from jax.extend import random as prng
@@ -36,6 +37,8 @@ def text(value: Any) -> str:
             return number if np.isfinite(value) else number.replace("inf", "np.inf").replace("nan", "np.nan")
         case np.generic():
             return scalar(value, value.dtype)
+        case np.ndarray() if value.dtype == jax.dtypes.float0:
+            return f"np.zeros({value.shape}, jax.dtypes.float0)"
         case np.ndarray() if value.size <= 64:
             return array(value)
         case np.dtype():

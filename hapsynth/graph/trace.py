@@ -148,7 +148,10 @@ def trace(
                 )
             if not is_array_like(leaf):
                 _refuse_arrays_in(leaf, f"output {path}" if path else "what the function returns")
-        keep = [i for i, leaf in enumerate(out_flat) if is_array_like(leaf)]
+        # A gradient of integers is no number, and always the same.
+        none = jax.dtypes.float0
+        out_flat = [np.zeros(x.shape, none) if getattr(x, "dtype", None) == none else x for x in out_flat]
+        keep = [i for i, x in enumerate(out_flat) if is_array_like(x) and getattr(x, "dtype", None) != none]
         out_info.update(
             tree=out_tree, paths=paths, keep=keep, static={i: x for i, x in enumerate(out_flat) if i not in set(keep)}
         )

@@ -121,6 +121,20 @@ def test_weak_types_scalars_and_integers() -> None:
     assert plan.lowered.traces == 1
 
 
+def test_gradients_of_integers() -> None:
+    def fn(params: Any, x: Any) -> Any:
+        return jax.grad(lambda p: ((x @ p["w"]) * p["n"]).sum(), allow_int=True)(params)
+
+    args = ({"w": floats(6, 3), "n": np.arange(3)}, floats(5, 6))
+    plan = make_plan(fn, args)
+    got, want = plan(*args), jax.jit(fn)(*args)
+    assert_same(got["w"], want["w"], plan)
+    assert got["n"].dtype == want["n"].dtype == jax.dtypes.float0
+    assert got["n"].shape == want["n"].shape
+    assert plan.check(*args).ok
+    assert "np.zeros((3,), jax.dtypes.float0)" in plan.to_source()
+
+
 def test_keys() -> None:
     def fn(key: Any, raw: Any) -> Any:
         new, use = jax.random.split(key)
