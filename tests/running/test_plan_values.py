@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from random_plans import assert_same, floats, make_plan, mesh_of
 from slow_devices import thin_cluster
 
 import hapsynth
-from hapsynth.plan import Form
+from hapsynth.plan import Form, Plan
 
 
 def test_x64() -> None:
@@ -119,6 +120,31 @@ def test_weak_types_scalars_and_integers() -> None:
     assert int(count) == 4
     plan(np.int32(3), jnp.float32(1), args[2])
     assert plan.lowered.traces == 1
+
+
+@pytest.mark.parametrize("form", ["switch", "staged"])
+def test_a_state_of_weak_types_is_not_copied_by_each_call(form: Form) -> None:
+    """It is as calls leave it: strongly typed where something strong is added to it."""
+
+    def fn(state: Any, x: Any) -> Any:
+        w, n, half = state
+        return (w - x * n, n + 1, half), w
+
+    state, x = (jnp.full((4,), 1.0), 0, jnp.full((4,), 0.5)), floats(4)
+    made = make_plan(fn, (state, x), n=2, mode="even")
+    plan = Plan(made.traced, made.result, made.cluster, made.mesh, fn, form=form)
+    assert_same(plan(state, x), jax.jit(fn)(state, x), plan)
+    given = plan.shard(state)
+    assert [leaf.weak_type for leaf in given] == [False, True, True]
+    for _ in range(2):
+        after, _ = plan(given, x)
+        assert all(leaf.is_deleted() for leaf in given)
+        given = after
+    assert plan.lowered.traces <= 1
+    # And so it is taken by another function that only reads it.
+    graph = replace(made.traced.graph, carry=(), kept=(0, 1))
+    reader = Plan(replace(made.traced, graph=graph), made.result, made.cluster, made.mesh, form=form)
+    assert [storage.weak_type for storage in reader.lowered.inputs] == [False, True, True, False]
 
 
 def test_gradients_of_integers() -> None:
