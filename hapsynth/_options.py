@@ -18,7 +18,7 @@ from hapsynth._warn import warn_user
 from hapsynth.cluster import _units
 from hapsynth.cluster.cluster import Cluster, ClusterWarning
 from hapsynth.graph.ir import Value
-from hapsynth.graph.trace import Traced, trace
+from hapsynth.graph.trace import FUNCTION, Traced, check_call, trace
 from hapsynth.graph.trip_counts import Expectation, expecting
 from hapsynth.instructions.layout import (
     Layout,
@@ -134,16 +134,11 @@ def traced_as_asked(
     kwargs: Mapping[str, Any] | None,
     carry: Sequence[tuple[str, str]] | None,
     expect: Mapping[str, Expectation] | None,
-    names: tuple[str, str] = ("fn", "example_args"),
+    names: tuple[str, str] = FUNCTION,
 ) -> Traced:
     """A function, traced; TypeError where it or its arguments are none, which are called by `names`."""
-    if not callable(fn):
-        raise TypeError(f"{names[0]} is {fn!r}, which can't be called")
-    if not isinstance(args, (tuple, list)):
-        kind = type(args).__name__
-        raise TypeError(f"{names[1]} is a {kind}; give a tuple of the arguments, (x,) where there is one")
-    for option, given in (("example_kwargs", kwargs), ("expect", expect)):
-        check_dict(option, given, names[0])
+    check_call(fn, args, kwargs, names)
+    check_dict("expect", expect, names[0])
     with gc_paused():
         traced = trace(fn, args, dict(kwargs or {}), carry=carry)
     return replace(traced, graph=expecting(traced.graph, expect)) if expect else traced

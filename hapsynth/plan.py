@@ -411,8 +411,8 @@ def load(
     `fn` is traced again and must be the function that was planned; the file is only data and must pass the checker.
     `mesh`: of the cluster's devices, or of those alone that the plan uses. `form`: as of `synthesize`. `overlap`: as of
     `Plan`.
-    Raises PlanError with the reason and the way out, TypeError where `mesh` is none, ValueError where it has another
-    number of devices, `hapsynth.jobs.JobError` as `synthesize` does.
+    Raises PlanError with the reason and the way out, TypeError where `fn`, its arguments or `mesh` are none, ValueError
+    where the mesh has another number of devices, `hapsynth.jobs.JobError` as `synthesize` does.
     """
     if mesh is not None:
         check_mesh(mesh)

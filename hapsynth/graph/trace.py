@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, cast
@@ -64,7 +64,8 @@ def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         raise TraceError(
             f"argument {path} is a masked array, and JAX has no masks: pass its filled(), or data and mask"
         )
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    shape: Any = getattr(leaf, "shape", None)
+    dtype = getattr(leaf, "dtype", None)
     numbers = isinstance(shape, (tuple, list)) and all(isinstance(d, (int, np.integer)) for d in shape)
     if not numbers or dtype is None:
         raise TraceError(
@@ -84,6 +85,22 @@ def abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
             f"argument {path} is a {kind} of dtype {dtype}, which JAX does not know; pass it as a NumPy or JAX array"
         ) from None
     return jax.ShapeDtypeStruct(tuple(int(d) for d in shape), dtype, weak_type=weak)
+
+
+FUNCTION = "fn", "example_args"
+"""What a function and its arguments are called, where there is one."""
+
+
+def check_call(fn: Any, args: Any, kwargs: Any, names: tuple[str, str] = FUNCTION) -> None:
+    """TypeError where a function or its arguments are none, which are called by `names`."""
+    if not callable(fn):
+        raise TypeError(f"{names[0]} is {fn!r}, which can't be called")
+    if not isinstance(args, (tuple, list)):
+        kind = type(args).__name__
+        raise TypeError(f"{names[1]} is a {kind}; give a tuple of the arguments, (x,) where there is one")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        of = "" if names == FUNCTION else f" of {names[0]}"
+        raise TypeError(f"example_kwargs{of} is {kwargs!r}; give a dict")
 
 
 def trace(

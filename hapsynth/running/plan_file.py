@@ -17,7 +17,7 @@ from hapsynth._files import write_text
 from hapsynth.cluster.cluster import Cluster, ClusterError
 from hapsynth.graph.ir import Rematerialized
 from hapsynth.graph.rematerialize import recomputed
-from hapsynth.graph.trace import Traced, trace
+from hapsynth.graph.trace import FUNCTION, Traced, check_call, trace
 from hapsynth.graph.trip_counts import with_counts
 from hapsynth.instructions.program.checker import check_program, check_sizes
 from hapsynth.instructions.program.program import Program, ProgramError
@@ -121,7 +121,8 @@ def read_plan(
 ) -> tuple[Traced, Result, Cluster]:
     """Read a plan of `fn`: traced again, compared, and put through the checker.
 
-    Raises PlanError with the file's name, the reason and the way out.
+    Raises PlanError with the file's name, the reason and the way out; TypeError where the function or its arguments are
+    none.
     """
     return plan_from(str(path), read_object(path, SCHEMA), fn, example_args, example_kwargs)
 
@@ -182,8 +183,10 @@ def plan_from(
     fn: Callable[..., Any],
     example_args: Sequence[Any],
     example_kwargs: Mapping[str, Any] | None = None,
+    names: tuple[str, str] = FUNCTION,
 ) -> tuple[Traced, Result, Cluster]:
-    """As `read_plan`, of the contents of a file `where`."""
+    """As `read_plan`, of the contents of a file `where`; the function and its arguments are called by `names`."""
+    check_call(fn, example_args, example_kwargs, names)
     return plan_from_dict(where, data, trace(fn, example_args, dict(example_kwargs or {})))
 
 

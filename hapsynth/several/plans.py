@@ -180,12 +180,12 @@ def synthesize_several(
         check_dict("state", of, repr(name))
         if not all(isinstance(path, str) for pair in of.items() for path in pair):
             raise TypeError(f"state of {name!r} is {of!r}; give a dict from path to path")
-    traced: dict[str, Traced] = {}
-    for name, fn in functions.items():
-        called = f"the function {name!r}", f"example_args of {name!r}"
-        traced[name] = traced_as_asked(
-            fn, args[name], kwargs.get(name), carries.get(name), expected.get(name), names=called
+    traced = {
+        name: traced_as_asked(
+            fn, args[name], kwargs.get(name), carries.get(name), expected.get(name), names=_called(name)
         )
+        for name, fn in functions.items()
+    }
     shared = shared_state(traced, said)
     weights = _weights(shared, frequency or {})
     trace_s = time.perf_counter() - began
@@ -237,7 +237,9 @@ def load_plans(
             raise PlanError(f"it is about the plans of {', '.join(sorted({named_after, *alone}))}, but it was edited")
     args, kwargs = _each("example_args", example_args, names), _each("example_kwargs", example_kwargs or {}, names)
     _check_given(args, names)
-    read = {n: plan_from(f"{where}: {n!r}", saved[n], functions[n], args[n], kwargs.get(n)) for n in saved}
+    read = {
+        n: plan_from(f"{where}: {n!r}", saved[n], functions[n], args[n], kwargs.get(n), names=_called(n)) for n in saved
+    }
     return Plans(_in_one_form(read, functions, mesh, form), named_after, weights, alone, bound, said)
 
 
@@ -287,6 +289,11 @@ def _names(functions: Any) -> list[str]:
         if not isinstance(name, str):
             raise TypeError(f"a function is called {name!r}; give a str as its name")
     return list(functions)
+
+
+def _called(name: str) -> tuple[str, str]:
+    """What errors call a function and its arguments."""
+    return f"the function {name!r}", f"example_args of {name!r}"
 
 
 def _check_given(args: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -212,6 +212,25 @@ def test_files_that_are_no_plans(plan: Plan, tmp_path: Path) -> None:
         load(file, step, step_args())
 
 
+BAD: dict[str, tuple[tuple[Any, Any, Any], str]] = {
+    "no function": ((3, step_args(), None), "fn is 3, which can't be called"),
+    "no tuple": ((step, step_args()[1], None), "example_args is a ndarray; give a tuple of the arguments, (x,)"),
+    "no names": ((step, step_args(), [1]), "example_kwargs is [1]; give a dict"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_arguments_are_checked_as_for_planning(plan: Plan, tmp_path: Path, name: str) -> None:
+    (fn, args, kwargs), text = BAD[name]
+    plan.save(tmp_path / "plan.json")
+    for use in (
+        lambda: load(tmp_path / "plan.json", fn, args, example_kwargs=kwargs),
+        lambda: hapsynth.synthesize(fn, args, plan.cluster, example_kwargs=kwargs),
+    ):
+        with pytest.raises(TypeError, match=re.escape(text)):
+            use()
+
+
 def test_a_plan_of_another_function_names_the_difference(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan.save(file)

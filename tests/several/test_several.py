@@ -294,6 +294,8 @@ def test_plans_in_a_file(tmp_path: Path) -> None:
         hapsynth.load(tmp_path / "plans.json", flat_train, FLAT["train"])
     with pytest.raises(hapsynth.PlanError, match="holds plans of train, eval, init, and not of train"):
         hapsynth.load_plans(tmp_path / "plans.json", {"train": flat_train}, FLAT)
+    with pytest.raises(TypeError, match="example_args of 'train' is a ndarray; give a tuple"):
+        hapsynth.load_plans(tmp_path / "plans.json", FLAT_FUNCTIONS, {**FLAT, "train": X})
     with pytest.raises(hapsynth.PlanError, match="'train': this plan is of another function"):
         hapsynth.load_plans(tmp_path / "plans.json", {**FLAT_FUNCTIONS, "train": lambda w, m, x: (w, m)}, FLAT)
 
