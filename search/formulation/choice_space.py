@@ -260,7 +260,7 @@ class ChoiceSpace:
             touched[value].add(self._touched(self.triples[op])[1][0])
         if self.axes > 1 and self.restriction.allowed is None:
             for value in graph.values:
-                if value.shape and max(value.shape) > 1:
+                if value.shape and max(value.shape) > 1 and not is_extended(value.dtype):
                     # What is reduced along several axes is best cut on the way, even where nobody needs it cut.
                     touched[value.index].dims.add(value.shape.index(max(value.shape)))
         in_order = ((tuple(sorted(t.dims)), tuple(sorted(t.reductions)), tuple(sorted(t.owners))) for t in touched)

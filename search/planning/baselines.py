@@ -31,6 +31,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hapsynth._jax import is_extended
 from hapsynth.cluster.cluster import DEFAULT_AXIS
 from hapsynth.graph.ir import Boundary
 from hapsynth.instructions.factors import Triples
@@ -274,7 +275,8 @@ class Baselines:
         for v in state:
             shape = self.graph.values[v].shape
             dim = max(range(len(shape)), key=lambda d: shape[d], default=-1)
-            if dim < 0 or shape[dim] == 1:
+            # What is empty can't be cut, and typed keys are held whole.
+            if dim < 0 or shape[dim] <= 1 or is_extended(self.graph.values[v].dtype):
                 stored[v] = (R,)
             else:
                 stored[v] = (S(dim),)

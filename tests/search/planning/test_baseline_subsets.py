@@ -23,6 +23,7 @@ from hapsynth.instructions.layout import R, S
 from hapsynth.instructions.program.checker import check
 from hapsynth.plan import Plan
 from hapsynth.search.cost.program_cost import feed_costs, instruction_costs, program_cost
+from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.planning.baseline_subsets import FAST_KIND, BaselinesOnSubsets, label
 from hapsynth.search.planning.baselines import NAMES, ONE_DEVICE, Baseline, Baselines
 from hapsynth.search.planning.device_subsets import subclusters
@@ -217,6 +218,23 @@ def test_experts_lie_apart_and_the_rest_as_in_its_system() -> None:
         (weight, *_) = known.expert_dims
         held = b.sizes.lengths(weight, 0, (0,))
         assert held == ((3, 3, 1, 1) if name.endswith("_speed") else (2, 2, 2, 2))
+
+
+def test_empty_state_and_typed_keys_are_stored_whole() -> None:
+    def step(state: Any, x: jax.Array) -> Any:
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        return {**state, "w": state["w"] - 0.1 * gradient, "none": state["none"] * 2}
+
+    state = {"w": np.zeros((64, 64), np.float32), "none": np.zeros(0, np.float32)}
+    keys = jax.random.split(jax.random.key(0), 3)
+    traced = trace(step, ({**state, "keys": keys}, np.zeros((96, 64), np.float32)))
+    task = Task(traced.graph, SLOW_HALF)
+    inputs = dict(zip(traced.in_paths, traced.graph.inputs, strict=True))
+    stored = Baselines(task).all(["zero3"])["zero3"].program.inputs
+    layouts = {path: stored[v] for path, v in inputs.items()}
+    assert layouts == {"[0]['keys']": (R,), "[0]['none']": (R,), "[0]['w']": (S(0),), "[1]": (S(0),)}
+    on_two = ChoiceSpace(traced.graph, task.factors, axes=2)
+    assert on_two.layouts[inputs["[0]['keys']"]].layouts == ((R, R),)
 
 
 def test_without_experts_there_is_no_expert_parallelism() -> None:
