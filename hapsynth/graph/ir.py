@@ -187,9 +187,13 @@ def _chooses(op: Op) -> bool:
 
 
 def _selects(op: Op) -> list[int]:
-    """The positions of the operands that tell which elements an op reads or writes; of integers that are compared,
-    all."""
+    """The positions of the operands that tell which elements an op reads or writes, or which random numbers it draws;
+    of integers that are compared, all."""
     count, name = len(op.operands), op.name
+    if any(map(_jax.is_extended, (*op.dtypes, *op.result_dtypes))):
+        return list(range(count))
+    if name == "sort" and op.params["num_keys"] < count:
+        return list(range(op.params["num_keys"]))
     if name == "gather" or name.startswith("scatter"):
         return [1]
     if name == "dynamic_slice":
@@ -357,10 +361,10 @@ class Graph:
     def selections(self) -> frozenset[int]:
         """The ops that tell by floating-point values which elements are read or written: an `argmax` by which a table
         is indexed, a router's `top_k`. Unlike devices round differently, and where each has a part of the table they
-        must not select differently. Found backwards from indices, sizes of groups, and integers that are compared, as
-        one-hot vectors are made; through carried values into the call before, which may have chosen a token. With them
-        all sorts by floats that move others along, and factorizations that are not unique. Not masks of floats, such as
-        relu's: what they choose between meets where they change."""
+        must not select differently. Found backwards from indices, sizes of groups, keys of sorts and of random numbers,
+        and integers that are compared, as one-hot vectors are made; through carried values into the call before, which
+        may have chosen a token. With them all sorts by floats that move others along, and factorizations that are not
+        unique. Not masks of floats, such as relu's: what they choose between meets where they change."""
         return self._selections[0]
 
     @property

@@ -68,6 +68,17 @@ def sorted_along(table: Any, scores: Any) -> Any:
     return lax.sort((scores, table[:, 0]), num_keys=1)[1] @ table
 
 
+def sorted_by_rounded(table: Any, scores: Any) -> Any:
+    """The first column, in reverse where the first score is rounded to 1."""
+    places = -jnp.floor(scores[0]).astype(int) * jnp.arange(ROWS)
+    return lax.sort((places, table[:, 0]), num_keys=1)[1] @ table
+
+
+def drawn(table: Any, scores: Any) -> Any:
+    """By a key that the scores choose."""
+    return table * jax.random.normal(jax.random.fold_in(jax.random.key(0), jnp.argmax(scores)), (ROWS, 8))
+
+
 def basis(table: Any, scores: Any) -> Any:
     """Rows of one device's basis are none of another's."""
     return jnp.linalg.eigh(jnp.diag(scores), symmetrize_input=False)[1].T @ table
@@ -88,6 +99,8 @@ SELECTING: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "in a loop": (in_a_loop, {"argmax"}),
     "sliced": (sliced, {"argmax"}),
     "sorted along": (sorted_along, {"sort"}),
+    "sorted by rounded": (sorted_by_rounded, {"convert_element_type"}),
+    "drawn": (drawn, {"argmax"}),
     "basis": (basis, {"eigh"}),
     "thirds": (thirds, {"convert_element_type"}),
 }
@@ -96,6 +109,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "sorted": lambda table, scores: jnp.sort(scores) @ table,
     "given indices": lambda table, scores: table[jnp.arange(3) % 2] * scores,
     "upsampled": lambda table, scores: jax.image.resize(table, (ROWS * 3, 24), "nearest").sum(0)[:8] * scores,
+    "sorted integers": lambda table, scores: jnp.sort((scores * 127).astype(int)) * table,
     "quantized": lambda table, scores: (table * 127).astype(jnp.int8).astype(float) @ jnp.outer(scores, scores),
     "finite": lambda table, scores: jnp.where(jnp.isfinite(table).sum() > 3, table, 0.0) * scores,
     "dropout": lambda table, scores: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, table.shape), table, 0.0),
