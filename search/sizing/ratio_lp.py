@@ -24,7 +24,7 @@ from hapsynth.search.solver import Ints
 _WorkRow = tuple[tuple[tuple[int, float], ...], tuple[float, ...]]
 """A share as (column, coefficient) pairs, and the seconds that a work takes a device: fixed, of computing and moving at
 a share of 1, and of moving besides."""
-_OUT_OF_TIME = 1
+_SOLVED, _INFEASIBLE = 0, 2
 """`scipy.optimize.linprog`'s status."""
 
 
@@ -74,7 +74,8 @@ class RatioLP:
         return self.loads.alike(c, self.sizes.shares)
 
     def solve(self, points: Sequence[int], limit: float, left: float = np.inf) -> dict[int, Floats] | None:
-        """Class -> fraction per position, or None where it has no solution, or takes longer than the `left` seconds.
+        """Class -> fraction per position, or None where it has no solution, or the solver finds none within the `left`
+        seconds.
 
         `points` of the program at which the bytes alive must stay within `limit`.
         """
@@ -92,8 +93,8 @@ class RatioLP:
         return fractions
 
     def least(self, points: Sequence[int], limit: float, left: float = np.inf) -> float:
-        """The optimum in seconds, without `constant`; inf where the problem has no solution. Where solving takes longer
-        than `left` seconds, -`constant`, so that both add up to 0."""
+        """The optimum in seconds, without `constant`; inf where the problem has no solution. Where the solver comes to
+        no end within `left` seconds, -`constant`, so that both add up to 0."""
         if left <= 0:
             return -self.constant
         return self._optimum(points, limit, left)[1]
@@ -122,9 +123,9 @@ class RatioLP:
             method="highs",
             options={} if np.isinf(left) else {"time_limit": left},
         )
-        if found.status == _OUT_OF_TIME:
-            return None, -self.constant
-        return (None, np.inf) if found.x is None else (found.x, float(found.fun) * unit)
+        if found.status == _INFEASIBLE:
+            return None, np.inf
+        return (found.x, float(found.fun) * unit) if found.status == _SOLVED else (None, -self.constant)
 
     @property
     def _streams(self) -> Ints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from hapsynth.search.planning import device_subsets, planner
 from hapsynth.search.planning.baselines import Baselines
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.task import PlanningOptions, Task
-from hapsynth.search.sizing import sizer, whole_units
+from hapsynth.search.sizing import ratio_lp, sizer, whole_units
 from hapsynth.search.sizing.leaving_out import between, ladder, least_at
 from hapsynth.search.sizing.ratio_lp import RatioLP
 from hapsynth.search.sizing.rounding import best_of, group_moves
@@ -243,6 +244,15 @@ def test_where_no_time_is_left_sizes_are_those_at_hand(monkeypatch: pytest.Monke
     sizes.check(program.axes)
     assert late.variable_cost(sizes) <= late.variable_cost(late.fixed(np.ones(16)))
     assert late.bound(sizes) <= late.variable_cost(sizes)
+
+
+@pytest.mark.parametrize(("status", "fails"), [(1, True), (2, False), (4, True)])
+def test_a_solver_that_fails_bounds_nothing(status: int, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of time or out of numerical precision, it has not shown that there is no solution."""
+    monkeypatch.setattr(ratio_lp, "linprog", lambda *_, **_how: SimpleNamespace(status=status, x=None))
+    sizer, _ = sizer_for(unlike(4))
+    sizes = sizer.fixed(np.ones(4))
+    assert (sizer.bound(sizes) < sizer.variable_cost(sizes)) == fails
 
 
 def test_a_budget_ends_every_loop(monkeypatch: pytest.MonkeyPatch) -> None:
