@@ -165,11 +165,13 @@ class Factors:
     def owned(self) -> Triple | None:
         """The triple that cuts `whole`, whoever the owner is: scalars are taken whole, and what is made of them is
         partial, as the owner alone has them. None where there is none: every device has scalars, typed keys and calls
-        the host, and what is carried around loops and branches is what its body says."""
+        the host, nothing empty can be cut, and what is carried around loops and branches is what its body says."""
         op = self.op
         if self.one_to_all is None:
             return None
-        if not any((*op.result_shapes, *(shape for o, shape in zip(op.operands, op.shapes) if isinstance(o, int)))):
+        given = (shape for o, shape in zip(op.operands, op.shapes) if isinstance(o, int))
+        cut = [*filter(None, (*op.result_shapes, *given))]
+        if not cut or any(shape[0] == 0 for shape in cut):
             return None
         held = (R if isinstance(o, Literal) or not shape else S(0) for o, shape in zip(op.operands, op.shapes))
         made = (S(0) if shape else p for shape, p in zip(op.result_shapes, self.one_to_all.results))

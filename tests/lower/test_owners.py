@@ -100,6 +100,13 @@ def test_one_device_computes_for_all(owner: int) -> None:
     assert "all_reduce" not in text
 
 
+def test_nothing_empty_has_an_owner() -> None:
+    """Whose part is the first dimension."""
+    owned = lambda x: FactorTable(trace(halved, (x,)).graph)[0].owned
+    assert owned(X[:0]) is None
+    assert owned(X[:, :0]) == owned(X)
+
+
 def test_what_is_no_program_with_owners_is_refused() -> None:
     traced, program = at(1)
     graph, (_, up, compute, down) = traced.graph, program.instructions
