@@ -56,4 +56,4 @@ def _sent(x: jax.Array, axis: str, pairs: list[tuple[int, int]], each: Each) -> 
 
 def _at(places: int | list[int], axis: str, there: jax.Array, elsewhere: jax.Array) -> jax.Array:
     """One array at some places along an axis, another at the others."""
-    return lax.select(jnp.isin(lax.axis_index(axis), jnp.array(places)), there, elsewhere)
+    return lax.select(jnp.isin(lax.axis_index(axis), jnp.array(places, jnp.int32)), there, elsewhere)

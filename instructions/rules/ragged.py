@@ -51,7 +51,7 @@ def _on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     if (groups := local.cut(_groups(f))) is None:
         return bind(op.primitive, [lhs, rhs, sizes], op.params)
     # Of this device's rows, those of its own groups are brought to the front.
-    before = jnp.where(jnp.arange(sizes.shape[0]) < groups.offset(), sizes, 0).sum()
+    before = jnp.where(jnp.arange(sizes.shape[0], dtype=jnp.int32) < groups.offset(), sizes, 0).sum()
     sizes = lax.dynamic_slice_in_dim(apart(sizes), groups.offset(), groups.share)
     lhs = jnp.roll(lhs, -before, ragged)
     if group is None:
@@ -60,7 +60,7 @@ def _on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     (out,) = bind(op.primitive, [lhs, rhs, sizes], op.params)
     free = [d for d in range(lhs.ndim) if d not in (*lhs_contract, *lhs_batch)]
     place = len(lhs_batch) + free.index(ragged)
-    mine = lax.broadcasted_iota(sizes.dtype, out.shape, place) < sizes.sum()
+    mine = lax.broadcasted_iota(sizes.dtype, out.shape, place) < sizes.sum(dtype=sizes.dtype)
     return [jnp.roll(jnp.where(mine, out, 0), before, place)]
 
 

@@ -59,6 +59,13 @@ def test_every_triple_is_sound(case: Case):
     simulate.check(tried)
 
 
+def test_groups_are_counted_where_types_are_not_promoted() -> None:
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        for op, operands in next(c for c in CASES if c.name == "ragged_dot").ops():
+            for trial in simulate.trials(op, factors_of(op), operands):
+                jax.eval_shape(trial.run, trial.held())
+
+
 def some(trials: Iterable[simulate.Trial]) -> list[simulate.Trial]:
     every = [*trials]
     return every if not SOME else random.Random(0).sample(every, min(_FEW, len(every)))

@@ -100,6 +100,14 @@ def test_one_device_computes_for_all(owner: int) -> None:
     assert "all_reduce" not in text
 
 
+def test_it_is_lowered_where_types_are_not_promoted() -> None:
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        traced, program = at(1)
+        classes = Classes.build(traced.graph, program)
+        sizes = Sizes(traced.graph, classes, tuple(classes.owned[c.index] for c in classes.all))
+        Lowered(traced.graph, program, sizes, mesh_of(4), options=SENT).lower()
+
+
 def test_nothing_empty_has_an_owner() -> None:
     """Whose part is the first dimension."""
     owned = lambda x: FactorTable(trace(halved, (x,)).graph)[0].owned
