@@ -3,8 +3,8 @@
 Every device computes its tasks one after another in the order given. A collective starts once all devices have made its
 operand and the link is done with the one before it, in the order given: computing does not wait for it but where its
 result is used, and takes as much longer meanwhile as the devices' contention says. A collective beside which a
-device computes takes longer by that device's contention delay, at each of its exchanges. The time counts from a common
-start, all arguments there, to the last result on the last device.
+device computes takes longer by that device's contention delay, at each of its exchanges meanwhile. The time counts from
+a common start, all arguments there, to the last result on the last device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import mul
 
 import numpy as np
 
@@ -112,8 +111,8 @@ def step_seconds(program: Program, sizes: Sizes, costs: CostModel, *, overlap: b
 class Simulation:
     """Tasks by their machines. In plain floats: groups are few, and arrays of so few numbers take longer to make than
     to compute. `seconds`: [groups][tasks]; `users`: those that wait for each, one that takes several of its results as
-    often as `missing` counts it; `delay`: of each collective, by how much it takes longer beside computing of each
-    group [tasks][groups], () of others; None for none."""
+    often as `missing` counts it; `delay`: of each collective, by how much it takes longer where each group computes all
+    the while [tasks][groups], () of others; None for none. `wait`: of each group, that of one exchange."""
 
     machine: Sequence[Machine]
     seconds: Sequence[Sequence[float]]
@@ -121,17 +120,22 @@ class Simulation:
     missing: Sequence[int]
     slowdown: Sequence[float] | None
     delay: Sequence[Sequence[float]] | None
+    wait: Sequence[float]
 
     @classmethod
     def of(cls, tasks: TaskGraph) -> Simulation:
         slowdown = tasks.slowdown
         slower = None if slowdown is None or (slowdown == 1.0).all() else slowdown.tolist()
         delay: list[Sequence[float]] | None = None
+        wait = list[float]()
         if tasks.delay is not None:
+            wait = tasks.delay.tolist()
             each = zip(tasks.machine, tasks.longest, strict=True)
             late = lambda task, seconds: tasks.late_by(seconds, tasks.exchanges.get(task, 1))
             delay = [late(task, s) if m is Machine.LINK else () for task, (m, s) in enumerate(each)]
-        return cls(tasks.machine, tasks.seconds.T.tolist(), tasks.users, [len(m) for m in tasks.makers], slower, delay)
+        return cls(
+            tasks.machine, tasks.seconds.T.tolist(), tasks.users, [len(m) for m in tasks.makers], slower, delay, wait
+        )
 
     def run(self, order: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
         """When each task starts and ends [groups][tasks], in an order that may leave some out."""
@@ -146,6 +150,8 @@ class Simulation:
         sent = _Sent()
         queue = iter([t for t in order if machine[t] in (link, everything)])
         head, free, held_back = next(queue, None), 0.0, False
+        # Seconds that each group computes beside the next on the link, where that has begun and its end is not known.
+        beside: list[float] | None = None
         finished = [t for t in order if not missing[t] and machine[t] is local]
         computed = [t for t in order if machine[t] is compute or machine[t] is everything]
         # Before the first is computed, what waits for nothing is sent.
@@ -198,18 +204,22 @@ class Simulation:
                     for ready in since:
                         if ready[head] > begun:
                             begun = ready[head]
-                    alone, delay = begun + self.seconds[0][head], 0.0
-                    if self.delay is not None:
-                        is_ready = coming is not None and not missing[coming] and machine[coming] is compute
-                        idle = self._idle_from(coming if is_ready else None, alone, stream, since, sent)
-                        if is_ready and max(idle) <= begun:
-                            # What is computed beside it is known once that has been computed.
-                            held_back = True
-                            break
-                        delay = max(map(mul, [until > begun for until in idle], self.delay[head]))
-                    if self.slowdown is not None:
+                    until = alone = begun + self.seconds[0][head]
+                    if self.slowdown is not None and alone > sent.until:
                         sent.occupy(begun, alone)
-                    free = alone + delay
+                    if self.delay is not None:
+                        if beside is None:
+                            beside = [max(now - begun, 0.0) for now in stream]
+                        until = alone + self._late(head, beside)
+                        if coming is not None and not missing[coming] and machine[coming] is compute:
+                            last = self._add_beside(beside, coming, begun, until, stream, since, sent)
+                            until = alone + self._late(head, beside)
+                            if last <= until:
+                                # What is computed beside it next is known once this has been computed.
+                                held_back = True
+                                break
+                        beside = None
+                    free = until
                     for _, _, began, ended, _ in columns:
                         began[head], ended[head] = begun, free
                     finished.append(head)
@@ -225,18 +235,33 @@ class Simulation:
         """Per group, the factor by which computing takes longer while a collective runs."""
         return self.slowdown or [1.0] * len(self.seconds)
 
-    def _idle_from(
-        self, task: int | None, before: float, stream: Sequence[float], since: Sequence[Sequence[float]], sent: _Sent
-    ) -> list[float]:
-        """When each group's stream, which ends at `stream`, falls idle if it computes a task next: not counted where
-        that begins no earlier than `before`."""
-        idle = [*stream]
-        if task is not None:
-            for group, (ready, seconds, slow) in enumerate(zip(since, self.seconds, self.factors, strict=True)):
-                now = max(idle[group], ready[task])
-                if now < before:
-                    idle[group] = sent.computed(now, seconds[task], slow)
-        return idle
+    def _late(self, task: int, beside: Sequence[float]) -> float:
+        """By how much a collective takes longer where each group computes for so long beside it: exchanges after that
+        are not late, and the first is however short that was."""
+        assert self.delay is not None
+        each = zip(self.delay[task], beside, self.wait, strict=True)
+        return max([min(late, computed + wait) if computed else 0.0 for late, computed, wait in each])
+
+    def _add_beside(
+        self,
+        beside: list[float],
+        task: int,
+        begun: float,
+        until: float,
+        stream: Sequence[float],
+        since: Sequence[Sequence[float]],
+        sent: _Sent,
+    ) -> float:
+        """Adds what each group, whose stream ends at `stream`, computes of a task from `begun` on, where it begins that
+        before `until`; when the last group ends it."""
+        last = 0.0
+        for group, (ready, seconds, slow) in enumerate(zip(since, self.seconds, self.factors, strict=True)):
+            now = max(stream[group], ready[task])
+            end = sent.computed(now, seconds[task], slow)
+            if now < until:
+                beside[group] += max(end - max(now, begun), 0.0)
+            last = max(last, end)
+        return last
 
 
 class _Sent:

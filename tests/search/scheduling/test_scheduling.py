@@ -304,6 +304,11 @@ def test_each_exchange_of_a_collective_is_late() -> None:
     assert tasks.late_by(0.4e-3, 1) == [14e-3, 0.0]
     assert tasks.late_by(0.4e-3, 0) == [0.0, 0.0]
     assert simulate(replace(tasks, exchanges={0: 6}), range(2)).end[0, 0] == 1.0 + late(1.0, 6)
+    # No exchange is beside what has ended, and several tasks are as one of as long.
+    for pieces, computed, more in ((1, 1e-3, 15e-3), (1, 90e-3, late(10e-3, 6)), (30, 90e-3, late(10e-3, 6))):
+        rows = [(Machine.LINK, (10e-3,) * 2, ()), *[(Machine.COMPUTE, (computed / pieces,) * 2, ())] * pieces]
+        short = replace(graph_of(rows), delay=tasks.delay, exchanges={0: 6})
+        assert simulate(short, range(len(rows))).end[0, 0] == pytest.approx(10e-3 + more)
     # Measured beside computing, less than alone (docs/design/studies.md): an all-reduce to all at once, gloo's ring.
     assert late(8.4e-3, 2) == pytest.approx(36e-3, rel=0.35)
     assert late(8.5e-3, 6) == pytest.approx(70e-3, rel=0.2)
