@@ -154,13 +154,12 @@ class Builder:
         return round(max(factor, 1.0), 3) if np.isfinite(factor) else None
 
     def _delay(self, device: int) -> float:
-        """Seconds that a small collective takes longer, started by itself beside computing on those that are as fast as
-        a device, than alone in a program."""
+        """Seconds that a small collective takes longer beside computing on those that are as fast as a device."""
         small, group = small_gather(self.job, self.sent), next(group for group in self.alike if device in group)
         if small is None or delayed_by(group) not in self.figures:
             return 0.0
-        beside, alone = float(self.figures[delayed_by(group)][:, 0].max()), dict(self._waits())[small]
-        longer = beside - alone
+        beside, alone = (float(self.figures[key][:, 0].max()) for key in (delayed_by(group), small.key))
+        longer = (beside - alone) / small.repeats
         return rounded(longer) if longer > 0 else 0.0
 
     @property

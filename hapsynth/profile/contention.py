@@ -17,7 +17,7 @@ from hapsynth.profile.sampling import Floats
 
 BESIDE = "beside"
 """The figure: the largest matmul that was measured, beside the largest all-reduce of all devices."""
-_DELAYED = "late/"
+_DELAYED = "delayed/"
 _SMALL = 1 << 16
 """Bytes of a collective that takes little but the wait of its threads for a core."""
 _PART = 0.5
@@ -32,8 +32,7 @@ def can_overlap(job: Job) -> bool:
 
 
 def delayed_by(group: Sequence[int]) -> str:
-    """The figure: a small all-gather of all devices, started by itself as those between stages are, beside the largest
-    matmul on some devices."""
+    """The figure: a small all-gather of all devices, beside the largest matmul on some devices."""
     return f"{_DELAYED}{group[0]}"
 
 

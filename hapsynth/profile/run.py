@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -184,12 +184,12 @@ class _Measuring:
             return beside(job, compute, send, figures[kernel.key][:, 0], slowest(large[0]), o.window_s)
 
         def late(group: Sequence[int]) -> Callable[[], Floats]:
-            mine, send = [i for i in job.local if i in group], runner(job, replace(small, repeats=1))
+            mine, send = [i for i in job.local if i in group], runner(job, small)
             compute = job.runner(kernel, mine) if mine else None
             if compute:
                 compute()
             send()
-            return delayed(job, compute, send, max(1, round(o.window_s / slowest(small) * small.repeats)))
+            return delayed(job, compute, send, max(1, round(o.window_s / slowest(small))))
 
         delays = {delayed_by(group): partial(late, group) for group in speed_groups(job, ran, figures)}
         for key, compiled in {BESIDE: both, **delays}.items():
