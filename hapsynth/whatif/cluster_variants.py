@@ -83,7 +83,8 @@ def advise(plan: Plan, planned: Callable[[Cluster], Plan], tell: Callable[[str],
     found, modelled_s = [base], None
     try:
         for change, cluster, dropped in changes(plan.cluster):
-            modelled = bool(plan.cluster.collectives) and not cluster.collectives
+            # Without a kind, what was measured and is not kept is of links that are not left.
+            modelled = dropped is None and bool(plan.cluster.collectives) and not cluster.collectives
             if modelled and modelled_s is None:
                 tell("as it is, collectives by the model")
                 as_it_is = planned(replace(plan.cluster, collectives={}))

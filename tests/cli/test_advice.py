@@ -101,6 +101,19 @@ def test_no_measured_time_is_compared_with_a_modelled_one() -> None:
     assert found["with 10x the network bandwidth"]["speedup"] > 1
 
 
+def test_what_is_left_of_a_measured_cluster_is_compared_as_it_is() -> None:
+    """One device has no collectives, and none of its time is the model's where the whole was measured."""
+    two = replace(cluster(FAST, SLOW), collectives={"hap": {"all_reduce": Curve(((0.0, 0.3), (1e9, 20.0)))}})
+    result = SimpleNamespace(with_all_s=None, interrupted=False)
+    of = lambda on: 2.0 if on.n == 1 else 10.0 if on.collectives else 5.0
+    planned: Any = lambda on: SimpleNamespace(cluster=on, cost=of(on), gap=0.0, devices=range(on.n), result=result)
+    variants = advise(planned(two), planned, lambda _: None)
+    found = {row["change"]: row["speedup"] for row in advice_record(variants)["clusters"]}
+    assert found["without the 1 slow"] == 5.0
+    assert found["with 1 more slow, collectives by the model"] == 1.0
+    assert "the 1 slow make this slower: leave them out (2.000 s a step without, 10.000 s with)" in sentences(variants)
+
+
 def test_what_is_said() -> None:
     two, one = cluster(FAST, SLOW), cluster(FAST)
     said = lambda cost: sentences(
