@@ -13,15 +13,19 @@ import numpy as np
 from hapsynth import _files
 from hapsynth.profile.sampling import Floats
 
+_FORMAT = 1
+"""To be raised where a figure of the same key is measured otherwise."""
+
 
 class State:
     """Figure -> [devices, (seconds, spread)]; nan where a device could not run it.
 
-    `file`: where it is kept, None for nowhere. `fingerprint`: of the devices and options; a file of others is not used.
+    `file`: where it is kept, None for nowhere. `fingerprint`: of the devices and options; a file of others is not used,
+    nor one whose figures were measured otherwise (`_FORMAT`).
     """
 
     def __init__(self, file: Path | None, fingerprint: str) -> None:
-        self.file, self.fingerprint = file, fingerprint
+        self.file, self.fingerprint = file, f"{_FORMAT}/{fingerprint}"
         self.figures: dict[str, Floats] = {}
 
     def load(self) -> str:

@@ -434,6 +434,11 @@ def test_an_interrupted_profile_goes_on(tmp_path: Path) -> None:
     other = State(file, "you")
     assert "starting anew" in other.load()
     assert not other.figures
+    text = file.read_text()
+    # Before figures that mean something else were told apart.
+    file.write_text(text.replace(state.fingerprint, "me"))
+    assert "starting anew" in State(file, "me").load()
+    file.write_text(text)
     state.drop([wanted[0].key])
     assert len(json.loads(file.read_text())["figures"]) == len(wanted) - 1
     file.write_text("{")
