@@ -400,16 +400,19 @@ class _Builder:
         sent = self.costs.sent_alone(i.value, i.source, i.target, i.axis, held, i.collective)
         if not sent.seconds:
             return 0.0
-        if self.costs.delay.any():
-            count = self.costs.exchanges(i.value, i.source, i.target, i.axis, held, i.collective)
-            self.exchanges[len(self.machine)] = count
-        kind = family(i, self.costs.graph.values[i.value].dtype)
+        kind, task = family(i, self.costs.graph.values[i.value].dtype), len(self.machine)
         if kind is not None:
             nbytes = self.costs.bytes_sent(i.value, i.source, i.target, i.axis, held.largest, i.collective)
             made = frozenset({(i.value, i.target)})
             alone = nbytes > self.costs.most_bundled(i.collective, i.axis)
             transfer = Transfer(kind, made, link, i.step, nbytes, sent.wire_bytes, sent.turned_s, alone)
-            self.transfers[len(self.machine)] = transfer
+            self.transfers[task] = transfer
+        if self.costs.delay.any():
+            self.exchanges[task] = (
+                self.costs.exchanges(i.value, i.source, i.target, i.axis, held, i.collective)
+                if kind is None
+                else self.transfers[task].exchanges(self.costs.lowering)
+            )
         return sent.seconds
 
     def _add(
