@@ -48,7 +48,7 @@ from harness.command import again, names, parser, write_json
 from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
 from harness.timing import KEEPS_MEMORY, together
 from systems import ddp
-from systems.planned import alone_seconds, at_rows, at_speeds, chosen
+from systems.planned import alone_seconds, at_rows, chosen, seconds_at_speeds
 from systems.stepped import (
     AGREE,
     Alone,
@@ -246,7 +246,7 @@ class Measuring(Worker):
             plan = plan.without_overlap()
         contest = self.contest(model, plan, arguments) if system == "fastest" else None
         plan = contest.plan if contest else plan
-        predicted_s, predicted = plan.cost, partial(at_speeds, plan)
+        predicted_s, predicted = plan.cost, partial(seconds_at_speeds, plan)
         runner: System
         match system:
             case "even" | "fsdp":

@@ -10,9 +10,10 @@ from emulated.spec import Machine
 
 TOOLS = ("ip", "tc", "nsenter", "unshare", "mount", "sh")
 
-
-_PACKET, _PACKETS = 15000, 16384
-"""Bytes of the largest packet that goes as one, which tbf need not cut, and the least that pass at once."""
+_LARGEST_PACKET = 15000
+"""Bytes that the kernel hands to the link as one packet at most: tbf cuts a packet that is larger than its burst."""
+_LEAST_BURST = 16384
+"""Bytes that pass a link at once after a pause, at least: more than one packet."""
 
 
 class NetworkError(RuntimeError):
@@ -45,9 +46,9 @@ def make(name: str, machines: list[Machine]) -> None:
         _run("ip", "-n", inside, "link", "set", "eth0", "up")
         if machine.rate is not None:
             # What passes at once after some quiet goes for nothing, and is more than a timer's resolution at the rate.
-            burst = max(_PACKETS, int(machine.rate / 8 * 1e-4))
+            burst = max(_LEAST_BURST, int(machine.rate / 8 * 1e-4))
             for where, device in ((inside, "eth0"), (name, port)):
-                _run("ip", "-n", where, "link", "set", device, "gso_max_size", str(_PACKET))
+                _run("ip", "-n", where, "link", "set", device, "gso_max_size", str(_LARGEST_PACKET))
                 shape = ["tbf", "rate", f"{machine.rate:.0f}bit", "burst", str(burst), "latency", "400ms"]
                 _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "handle", "1:", *shape)
         if machine.delay:

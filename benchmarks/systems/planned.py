@@ -83,13 +83,13 @@ def alone_seconds(fn: Any, shapes: Any, traced: Traced, cluster: hapsynth.Cluste
 
 def at_rows(plan: hapsynth.Plan, rows: Sequence[int], slowdown: Floats | None = None) -> float:
     """Predicted seconds of data parallelism where each device has so many rows of the batch. `slowdown`: as of
-    `at_speeds`."""
+    `seconds_at_speeds`."""
     costs = _slowed(plan, slowdown)
     sizes = Sizer(plan.program, plan.sizes.classes, costs).fixed(np.array(rows, np.float64))
     return program_cost(plan.program, sizes, costs)
 
 
-def at_speeds(plan: hapsynth.Plan, slowdown: Floats) -> float:
+def seconds_at_speeds(plan: hapsynth.Plan, slowdown: Floats) -> float:
     """Predicted seconds of a step where each device of the cluster takes so many times as long as it says, float64
     [devices]."""
     return step_seconds(plan.program, plan.sizes, _slowed(plan, slowdown), overlap=plan.result.overlap)

@@ -63,7 +63,7 @@ class Exchange:
 
     @property
     def scatters(self) -> bool:
-        """Whether a device has as many for each other one, and gets one part: what it sends is there before."""
+        """Whether a device sends a block of `words` to each, and gets one."""
         return self.step in STEPS and STEPS[self.step].splits and not STEPS[self.step].joins
 
     @property

@@ -131,7 +131,7 @@ def test_by_speed_is_predicted_at_the_rows_that_it_runs() -> None:
     alone = planned.alone_seconds(fn, shapes, trace(fn, shapes), cluster)
     assert alone[0] < alone[1]
     # Where the slow one turns out half as fast.
-    slowed = planned.at_speeds(plan, np.array([1.0, 2.0]))
+    slowed = planned.seconds_at_speeds(plan, np.array([1.0, 2.0]))
     assert slowed > plan.cost
     assert planned.at_rows(plan, [12, 4], np.array([1.0, 2.0])) == pytest.approx(slowed)
 

@@ -238,7 +238,7 @@ def test_a_known_gpu_keeps_its_default_contention(tmp_path: Path) -> None:
 
 
 def test_contention_delay_is_what_a_small_collective_takes_longer(tmp_path: Path) -> None:
-    """Eight all-gathers in a row, beside what one kind of device computes, as long as where that is most."""
+    """It is an eighth of what eight in a row take longer beside computing, on the device where that is most."""
     job: Any = FakeJob([1.0, 3.0, 1.0, 3.0])
     _, sent, _ = figures_of(job)
     small = small_gather(job, sent)
