@@ -314,8 +314,9 @@ class Server:
                     self._interrupted, member.interrupted = self._interrupted or printable(why), True
                 case _:
                     raise ValueError(said)
-            if member.interrupted and member.left:
-                # What ran there has ended, in peace or not: its end says no more.
+            interrupted = [m for m in self._launchers.values() if m.interrupted]
+            if interrupted and all(m.left for m in interrupted):
+                # What runs on hosts that the signal came to, too, may still save.
                 self._end(self._interrupted)
 
     def _heard_doing(self, member: Member, doing: str) -> None:

@@ -61,14 +61,20 @@ class Job:
         return self.server.port
 
     def join(
-        self, port: int, rank: int, processes: int = 2, timeouts: Timeouts = PATIENT, token: str | None = None
+        self,
+        port: int,
+        rank: int,
+        processes: int = 2,
+        timeouts: Timeouts = PATIENT,
+        token: str | None = None,
+        here: int = 0,
     ) -> Client:
         def over(reason: str) -> None:
             with self.told:
                 self.reasons[rank] = reason
                 self.told.notify_all()
 
-        client = Client(("localhost", port), rank, processes, timeouts, over, self.notes.append, token=token)
+        client = Client(("localhost", port), rank, processes, timeouts, over, self.notes.append, token=token, here=here)
         self.clients.append(client)
         return client
 
@@ -213,6 +219,20 @@ def test_one_that_takes_part_in_fewer_plans_may_end_first(job: Job) -> None:
         assert not job.told.wait_for(lambda: job.reasons, 3 * PATIENT.beat)
     a.leave()
     b.leave()
+
+
+def test_hosts_that_a_signal_came_to_wait_for_one_another(job: Job) -> None:
+    """What runs on the others still saves."""
+    port = job.serve(3)
+    launchers = [job.join(port, rank, 3, here=1) for rank in range(3)]
+    server = job.server
+    assert server is not None
+    for member in (server._launchers[rank] for rank in range(2)):
+        server._hear(member, {"interrupted": "SIGTERM came"})
+    server._hear(server._launchers[1], {"leave": "", "calls": []})
+    assert not server._over
+    launchers[0].leave()
+    assert [job.reason(rank) for rank in range(3)] == ["SIGTERM came"] * 3
 
 
 def test_a_process_that_joins_again_is_the_same_one(job: Job) -> None:
