@@ -133,14 +133,15 @@ def synthesize(
     """Find the cheapest distributed program of `fn` on a cluster (HAP, EuroSys'24, with a proof of optimality).
 
     A dict of functions, e.g. `{"train": step, "eval": loss, "init": init}`, with a dict of their arguments, is planned
-    for one state, which one's plan takes as another's leaves it; `Plans` are returned. The state is what the function
-    carries that carries the most arrays (`carry`); it is found in the others by tree, shapes and dtypes, or said:
-    `state={"eval": {"[0]": "[0]['params']"}, "init": {"return": "[0]"}}` is function -> path of an argument, or
-    `return` and that of a result -> path of the state. `frequency`: how often each is called, by default 1 where the
-    state is returned as well, 0.1 where it is only read and 0 where it is made: a function that is never called must
-    fit, and costs nothing. With several functions `fixed` maps paths of the state to layouts, and `example_kwargs`,
-    `carry` and `expect` are dicts by function name; `ratios` are one fraction per device, by which every function cuts
-    everything, or a dict by function name of the ratios for each.
+    for one state, which one's plan takes as another's leaves it; `Plans` are returned. The state is the carried
+    arguments (`carry`) of one function: of those not in `state=` and whose state all others have, the one with most
+    arrays, then most bytes. It is found in the others by tree, shapes and dtypes, or said: `state={"eval": {"[0]":
+    "[0]['params']"}, "init": {"return": "[0]"}}` is function -> path of an argument, or `return` and that of a result
+    -> path of the state. `frequency`: how often each is called, by default 1 where the state is returned as well, 0.1
+    where it is only read and 0 where it is made: a function that is never called must fit, and costs nothing. With
+    several functions `fixed` maps paths of the state to layouts, and `example_kwargs`, `carry` and `expect` are dicts
+    by function name; `ratios` are one fraction per device, by which every function cuts everything, or a dict by
+    function name of the ratios for each.
 
     Ctrl-C during the search returns the best plan so far, with `plan.result.interrupted` true and a bound that is
     sought for a second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.

@@ -100,7 +100,7 @@ class Plans(Mapping[str, Plan]):
 
     @property
     def state_of(self) -> Plan:
-        """Of the function after whose arguments the state is named: the one that carries most."""
+        """Of the function after whose arguments the state is named."""
         return self._plans[self._named_after]
 
     @cached_property

@@ -60,21 +60,44 @@ class _Group(NamedTuple):
 def shared_state(
     functions: Mapping[str, Traced], said: Mapping[str, Mapping[str, str]], lead: str | None = None
 ) -> SharedState:
-    """The state of `lead`, by default the function that carries most, found in the others by its tree, shapes and
-    dtypes.
+    """The state of `lead`, found in the other functions by its tree, shapes and dtypes; by default of the one that
+    carries most of those whose state is found in all others.
 
     `said`: function -> path of an argument, or of a result with `return` before it, -> path of the state that it is, of
     functions in which it is not looked for. Raises TraceError for a function in which there is none of it.
     """
-    # A batch that is like a result by chance has fewer leaves than a state, or is smaller.
-    lead = lead or max(functions, key=lambda name: _carried(functions[name].graph, name in said))
-    if not functions[lead].graph.carry:
+    errors: list[TraceError] = []
+    for name in _leads(functions, said) if lead is None else [lead]:
+        try:
+            return _state_of(name, functions, said)
+        except TraceError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _leads(functions: Mapping[str, Traced], said: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The functions after which the state may be named, the likeliest first: a batch that is like a result by chance
+    has fewer leaves than a state, or is smaller. One leaf, which others have too, is none where another carries more.
+    """
+    carrying = {name: _carried(traced.graph) for name, traced in functions.items() if traced.graph.carry}
+    if not carrying:
         raise TraceError(
             f"none of the functions {', '.join(functions)} returns an argument's successor, so there is no state to "
             "share: say which arguments are carried, e.g. carry={'train': [('[0]', '[0]')]}"
         )
-    if lead in said:
-        raise TraceError(f"state names {lead!r}, after which the state is named: give its carry instead")
+    leads = sorted(carrying, key=lambda name: (name not in said, *carrying[name]), reverse=True)
+    if leads[0] in said:
+        raise TraceError(f"state names {leads[0]!r}, after which the state is named: give its carry instead")
+    return [leads[0], *(name for name in leads[1:] if name not in said and carrying[name][0] > 1)]
+
+
+def _carried(graph: Graph) -> tuple[int, int]:
+    """The number of leaves that a function carries, and their bytes."""
+    values = [graph.values[graph.inputs[source]] for source, _ in graph.carry]
+    return len(values), sum(v.nbytes for v in values)
+
+
+def _state_of(lead: str, functions: Mapping[str, Traced], said: Mapping[str, Mapping[str, str]]) -> SharedState:
     graph = functions[lead].graph
     ins = [source for source, _ in graph.carry]
     leaves = tuple(Leaf(functions[lead].in_paths[i], *_described(graph.values[graph.inputs[i]])) for i in ins)
@@ -85,13 +108,6 @@ def shared_state(
             found = _said(name, traced, leaves, said[name]) if name in said else _found(name, lead, traced, leaves)
             roles[name] = _role(traced, *found)
     return SharedState(leaves, _agreeing({name: roles[name] for name in functions}), lead)
-
-
-def _carried(graph: Graph, is_said: bool) -> tuple[bool, bool, int, int]:
-    """A sort key, larger for a function that carries more: whether it carries anything, whether the user does not say
-    what, the number of leaves, their bytes."""
-    values = [graph.values[graph.inputs[source]] for source, _ in graph.carry]
-    return bool(values), not is_said, len(values), sum(v.nbytes for v in values)
 
 
 def _agreeing(roles: Mapping[str, Role]) -> Mapping[str, Role]:
@@ -191,7 +207,7 @@ def _found(name: str, lead: str, traced: Traced, leaves: Sequence[Leaf]) -> tupl
 def _way_out(name: str, lead: str) -> str:
     return (
         f"give it that state, or say what it has of it, e.g. state={{{name!r}: {{'[0]': '[0]'}}}}, or what the state "
-        f"is, e.g. carry={{{lead!r}: [('[0]', '[0]')]}}"
+        f"is, e.g. carry={{{lead!r}: [('[0]', '[0]')]}}, or carry={{{lead!r}: []}} where it is another's"
     )
 
 

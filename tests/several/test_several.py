@@ -317,6 +317,22 @@ def test_a_batch_like_a_result_is_not_the_state(weights: dict[str, tuple[int, in
     assert shared.roles["reconstruct"].traced.graph.kept == tuple(range(len(weights)))
 
 
+def test_the_state_is_one_that_all_have() -> None:
+    """Not that of which one alone carries more arrays; nor one array that all have, where one carries more."""
+    params, cache = {"in": W, "out": W.T}, [W] * 4
+    update = lambda p, x: ({k: p[k] - jnp.sum(x) for k in p}, jnp.sum(x @ p["in"]))
+    generate = lambda p, cache: (jnp.sum(p["in"]), [c + p["out"].T for c in cache])
+    traced = {"generate": trace(generate, (params, cache)), "train": trace(update, (params, X))}
+    shared = shared_state(traced, {})
+    assert shared.named_after == "train"
+    assert [leaf.path for leaf in shared.leaves] == ["[0]['in']", "[0]['out']"]
+    assert len(shared.roles["generate"].traced.graph.carry) == len(cache)
+    wrong = {"in": W, "out": W}
+    traced["generate"] = trace(lambda p, x: x @ p["in"] @ p["out"].T, (wrong, X))
+    with pytest.raises(TraceError, match=r"'generate' takes at .* is not that of 'train'"):
+        shared_state(traced, {})
+
+
 def prefill(prompt: jax.Array) -> Any:
     return {"cache": prompt, "token": jnp.argmax(prompt.sum(1))}
 
@@ -366,7 +382,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TraceError,
         "'eval' neither takes nor returns the state of 'train', which begins with [0]['m']['bias'] of float32[40]: "
         "give it that state, or say what it has of it, e.g. state={'eval': {'[0]': '[0]'}}, or what the state is, e.g. "
-        "carry={'train': [('[0]', '[0]')]}",
+        "carry={'train': [('[0]', '[0]')]}, or carry={'train': []} where it is another's",
     ),
     "nothing carried": (
         {"functions": {"eval": evaluate, "init": init}, "args": {k: ARGS[k] for k in ("eval", "init")}},
