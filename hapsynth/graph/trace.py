@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, cast
 
 import jax
@@ -207,6 +208,10 @@ def trace(
     return replace(traced, graph=replace(graph, carry=tuple(pairs)))
 
 
+_NO_STATE = (type, ModuleType, FunctionType, jax.sharding.Mesh, jax.sharding.Sharding)
+"""What is looked into for no arrays: those that it has there are of its own, some only once it was asked for them."""
+
+
 def _refuse_arrays_in(leaf: Any, what: str) -> None:
     """Raise TraceError for an object that is no array and holds some, which would stay what they are while it is
     traced."""
@@ -215,17 +220,20 @@ def _refuse_arrays_in(leaf: Any, what: str) -> None:
     while objects:
         x = objects.pop()
         if isinstance(x, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)):
-            # Meshes hold arrays of devices.
             if x.dtype != object:
                 kind = type(leaf).__name__
                 raise TraceError(
                     f"{what} is a {kind}, which holds arrays and is no pytree, so a plan, as jax.jit, does not find "
                     f"them: register {kind}, a dataclass by jax.tree_util.register_dataclass"
                 )
-        elif id(x) not in seen and not isinstance(x, (type, ModuleType)):
+        elif id(x) not in seen and not isinstance(x, _NO_STATE):
             seen.add(id(x))
-            names = (*getattr(x, "__dict__", ()), *getattr(type(x), "__slots__", ()))
-            objects += [getattr(x, name, None) for name in names]
+            objects += getattr(x, "__dict__", {}).values()
+            slots = (s for c in type(x).__mro__ if "__slots__" in vars(c) for s in vars(c).values())
+            for slot in (s for s in slots if isinstance(s, MemberDescriptorType)):
+                # One that was never set has no value.
+                with suppress(AttributeError):
+                    objects.append(slot.__get__(x))
             objects += x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
 
 

@@ -163,6 +163,19 @@ class Slim:
     inner: Any
 
 
+class Slimmer(Slim):
+    __slots__ = "__own"
+
+    def __init__(self, own: Any = None) -> None:
+        self.__own = own
+
+
+class Lazy(State):
+    @property
+    def made(self) -> Any:
+        raise AssertionError("a property is run")
+
+
 def test_arrays_in_what_is_no_pytree_are_refused():
     with pytest.raises(TraceError, match=r"argument \[0\] is a State, .* by jax.tree_util.register_dataclass"):
         trace(lambda state, x: (State(state.w - x), x), (State(np.ones(3)), struct(3)))
@@ -170,10 +183,20 @@ def test_arrays_in_what_is_no_pytree_are_refused():
         trace(lambda state: state, (), {"state": Slim([State(struct(3))])})
     with pytest.raises(TraceError, match=r"output \[0\]\['new'\] is a Slim, which holds arrays"):
         trace(lambda x: ({"new": Slim({"w": x})}, x), (struct(3),))
+    inherited = Slimmer()
+    inherited.inner = struct(3)
+    for slim in (inherited, Slimmer(struct(3))):
+        with pytest.raises(TraceError, match=r"argument \[0\] is a Slimmer, which holds arrays"):
+            trace(lambda state: state, (slim,))
     with pytest.raises(TraceError, match="what the function returns is a State, which holds arrays"):
         trace(lambda x: State(2, State(x)), (struct(3),))
     # Without arrays it is a constant.
-    given = State(2, jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",)))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    # Shown once, it holds an array of their numbers.
+    assert repr(mesh)
+    assert mesh.device_ids.size
+    given = Lazy(2, [mesh, jax.sharding.NamedSharding(mesh, jax.P())])
+    vars(given)["made"] = None
     traced = trace(lambda state, x: (x * state.w, state, State(jnp.tanh, "a")), (given, struct(3)))
     assert traced.static_leaves == {0: given}
     assert traced.out_static_leaves == {1: given, 2: State(jnp.tanh, "a")}
