@@ -122,6 +122,8 @@ class _Process:
         self.readers: list[threading.Thread] = []
         self.stopped = False
         self.ended = False
+        self.refused = False
+        """It, or what it started, is another user's, as under sudo, who alone may signal it."""
 
     @property
     def code(self) -> int | None:
@@ -228,6 +230,8 @@ class _Running:
             return 128 + self._received[0]
         if self._supervisor.over or self._first is not None:
             return self._fail()
+        # What they left running, which may hold their output open.
+        self._send(signal.SIGKILL)
         self._show_rest()
         return 0
 
@@ -290,9 +294,9 @@ class _Running:
         while self._look() and time.monotonic() < until and len(self._received) <= signals:
             time.sleep(_POLL_S)
         # Also where the process itself has ended: it may have left some of its own.
-        refused = self._send(signal.SIGKILL)
+        self._send(signal.SIGKILL)
         for process in self.processes:
-            if process not in refused:
+            if not process.refused:
                 process.popen.wait()
         self._look()
         self._show_rest()
@@ -305,18 +309,19 @@ class _Running:
 
     def close(self) -> None:
         """In whatever way `wait` ended."""
-        if any(not p.ended for p in self.processes):
+        if not all(p.ended or p.refused for p in self.processes):
             self.end()
-        for process in self._send(signal.SIGKILL):
+        self._send(signal.SIGKILL)
+        for process in (p for p in self.processes if p.refused):
             with suppress(OSError, ValueError):
-                text = f"{process.name}, or what it started, may still run: end it as the user whose it is"
+                text = f"{process.name}, or what it started, may still run: end it as the user who owns it"
                 print(f"hapsynth launch: {text}", file=sys.stderr, flush=True)
         self._reaper.close()
 
-    def _send(self, number: int) -> list[_Process]:
-        """A signal to all; those that this user may not signal, as under sudo."""
-        refused: list[_Process] = []
+    def _send(self, number: int) -> None:
+        """A signal to all."""
         for process in self.processes:
+            process.refused = False
             try:
                 os.killpg(process.pid, number)
                 # One that is stopped takes nothing but SIGKILL.
@@ -324,8 +329,7 @@ class _Running:
             except ProcessLookupError:
                 continue
             except PermissionError:
-                refused.append(process)
-        return refused
+                process.refused = True
 
     def _summarize(self, why: str) -> None:
         lines = [f"the job is over after {time.monotonic() - self._began:.1f} s: {why}"]
