@@ -98,7 +98,9 @@ def _traced(plan: Planned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tr
             raise ShapeError(f"argument {path} is carried state, and its successor has shape {result.shape}")
     # Declared counts of loops and branches hold on; a scan's trips are traced.
     regions = [r if r.kind == "scan" else replace(r, count=b.count) for r, b in zip(graph.regions, old.regions)]
-    kept = {name: getattr(old, name) for name in ("carry", "kept", "inexact_inputs", "selecting_outputs")}
+    kept = {
+        name: getattr(old, name) for name in ("carry", "kept", "inexact_inputs", "selecting_outputs", "strong_inputs")
+    }
     return replace(traced, graph=replace(graph, **kept, regions=tuple(regions)))
 
 

@@ -224,6 +224,8 @@ class Graph:
     """Positions of inputs that other functions with the same state make of floats, whatever their own dtype."""
     selecting_outputs: tuple[int, ...] = ()
     """Positions of outputs by which other functions with the same state select elements."""
+    strong_inputs: tuple[int, ...] = ()
+    """Positions of weakly typed inputs that other functions with the same state leave strongly typed."""
     regions: tuple[Region, ...] = (Region(0, "program", -1, 1.0),)
     ties: dict[int, int] = field(default_factory=dict)
     """Index of a loop_carry op -> the value that the next iteration finds as its carried one."""

@@ -111,9 +111,9 @@ class LoweredProgram(ABC):
             self._stored(v, layout) if isinstance(v, int) and layout is not None else None
             for v, layout in zip(graph.outputs, program.outputs, strict=True)
         )
-        # As calls leave the state, or each would copy it; what else leaves arrays weakly typed is rare.
-        strong = {i for i in graph.kept if self.inputs[i].shape}
-        strong |= {i for i, o in graph.carry if (out := self.outputs[o]) is not None and not out.weak_type}
+        # As calls leave the state, or each would copy it.
+        strong = {i for i, o in graph.carry if (out := self.outputs[o]) is not None and not out.weak_type}
+        strong.update(graph.strong_inputs)
         self.inputs = tuple(replace(s, weak_type=False) if i in strong else s for i, s in enumerate(self.inputs))
         donated = [False] * len(self.inputs)
         for source, target in graph.carry if self.donate else ():

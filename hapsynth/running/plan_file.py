@@ -57,7 +57,7 @@ def write_object(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
-_OF_OTHERS = ("inexact_inputs", "selecting_outputs")
+_OF_OTHERS = ("inexact_inputs", "selecting_outputs", "strong_inputs")
 """The fields of a graph that come from other functions with the same state."""
 
 

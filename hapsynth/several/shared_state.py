@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from hapsynth.graph.ir import Graph
+from hapsynth.graph.ir import Graph, Value
 from hapsynth.graph.trace import Traced, TraceError, by_head, tail_of, under
 
 RESULT = "return"
@@ -111,7 +111,8 @@ def _state_of(lead: str, functions: Mapping[str, Traced], said: Mapping[str, Map
 
 
 def _agreeing(roles: Mapping[str, Role]) -> Mapping[str, Role]:
-    """The roles with graphs that know what of the state other functions make of floats, and by what they select."""
+    """The roles with graphs that know what of the state other functions make of floats and leave strongly typed, and by
+    what they select."""
     while True:
         graphs = {name: role.traced.graph for name, role in roles.items()}
         inexact = {
@@ -121,20 +122,30 @@ def _agreeing(roles: Mapping[str, Role]) -> Mapping[str, Role]:
             if graphs[name].outputs[o] in graphs[name].inexact
         }
         selecting = {n for name, r in roles.items() for n, i in r.inputs.items() if i in graphs[name].selecting_inputs}
-        told = {name: _told(role, inexact, selecting) for name, role in roles.items()}
+        strong = {
+            n
+            for r in roles.values()
+            for n in r.inputs.keys() & r.outputs.keys()
+            if isinstance(v := r.traced.graph.output(r.outputs[n]), Value) and not v.weak_type
+        }
+        told = {name: _told(role, inexact, selecting, strong) for name, role in roles.items()}
         if all(told[name] is role for name, role in roles.items()):
             return roles
         roles = told
 
 
-def _told(role: Role, inexact: Collection[int], selecting: Collection[int]) -> Role:
-    """`inexact`, `selecting`: leaves that some function makes of floats, and by which one selects elements."""
+def _told(role: Role, inexact: Collection[int], selecting: Collection[int], strong: Collection[int]) -> Role:
+    """`inexact`, `selecting`, `strong`: leaves that some function makes of floats, by which one selects elements, and
+    that one takes and leaves strongly typed."""
     graph = role.traced.graph
     ins = tuple(i for leaf, i in role.inputs.items() if leaf in inexact and graph.inputs[i] not in graph.inexact)
     outs = tuple(o for leaf, o in role.outputs.items() if leaf in selecting)
-    if not ins and outs == graph.selecting_outputs:
+    kept = ((leaf, i) for leaf, i in role.inputs.items() if leaf not in role.outputs)
+    strongly = tuple(i for leaf, i in kept if leaf in strong and graph.values[graph.inputs[i]].weak_type)
+    if not ins and outs == graph.selecting_outputs and strongly == graph.strong_inputs:
         return role
-    graph = replace(graph, inexact_inputs=(*graph.inexact_inputs, *ins), selecting_outputs=outs)
+    ins = (*graph.inexact_inputs, *ins)
+    graph = replace(graph, inexact_inputs=ins, selecting_outputs=outs, strong_inputs=strongly)
     return replace(role, traced=replace(role.traced, graph=graph))
 
 

@@ -16,7 +16,9 @@ from random_plans import assert_same, floats, make_plan, mesh_of
 from slow_devices import thin_cluster
 
 import hapsynth
+from hapsynth.graph.trace import trace
 from hapsynth.plan import Form, Plan
+from hapsynth.several.shared_state import shared_state
 
 
 def test_x64() -> None:
@@ -142,9 +144,12 @@ def test_a_state_of_weak_types_is_not_copied_by_each_call(form: Form) -> None:
         given = after
     assert plan.lowered.traces <= 1
     # And so it is taken by another function that only reads it.
-    graph = replace(made.traced.graph, carry=(), kept=(0, 1))
-    reader = Plan(replace(made.traced, graph=graph), made.result, made.cluster, made.mesh, form=form)
-    assert [storage.weak_type for storage in reader.lowered.inputs] == [False, True, True, False]
+    traced = {"train": made.traced, "eval": trace(lambda state, x: jnp.sum(sum(state) * x), (state, x))}
+    reader = shared_state(traced, {}).roles["eval"].traced
+    assert (reader.graph.carry, reader.graph.kept, reader.graph.strong_inputs) == ((), (0, 1, 2, 3), (0,))
+    graph = replace(made.traced.graph, carry=(), kept=reader.graph.kept, strong_inputs=reader.graph.strong_inputs)
+    plan = Plan(replace(made.traced, graph=graph), made.result, made.cluster, made.mesh, form=form)
+    assert [storage.weak_type for storage in plan.lowered.inputs] == [False, True, True, False]
 
 
 def test_gradients_of_integers() -> None:
