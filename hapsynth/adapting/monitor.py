@@ -54,8 +54,8 @@ class Monitor(Generic[P]):
     measured as they run at least the calls that the plan is predicted to make in 50 times `probe_s`, so that training
     stands still for 2 % of the time.
 
-    `predicted_at_speed_s`: seconds of a step of the watched plan at the speeds that were measured last, proposed or
-    not; `plan.cost` until then.
+    `predicted_at_speed_s`: seconds of a step of the watched plan at the medians of the window, proposed or not;
+    `plan.cost` until that is full.
 
     In a run of several processes each has a monitor with the same options and calls `step` equally often.
     Raises TypeError for what is no plan, ValueError for options that are of no use and RuntimeError for a plan without

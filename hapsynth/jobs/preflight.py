@@ -55,7 +55,8 @@ def check_mesh(mesh: Any) -> None:
     if wrong:
         raise PreflightError(wrong)
     ranks = ranks_of(mesh)
-    # A process may plan for others: what it plans it can't call. Where the processes meet, though, all agree on.
+    # A process may plan for others: what it plans it can't call. But all processes take part in agreeing where they
+    # meet.
     if len(ranks) > 1 and (jax.process_index() in ranks or not meeting.knows_where):
         connect()
 

@@ -78,7 +78,7 @@ class Channel:
         return found
 
     def messages(self, lines: int = 1) -> Iterator[dict[str, Any]]:
-        """All to the end, each no longer than so many lines of a process."""
+        """All to the end. `lines`: of how many processes one message may hold the lines."""
         while (found := self.read(lines * LINE_BYTES)) is not None:
             yield found
 
