@@ -18,7 +18,7 @@ from hapsynth._warn import warn_user
 from hapsynth.cluster import _units
 from hapsynth.cluster.cluster import Cluster, ClusterWarning
 from hapsynth.graph.ir import Value
-from hapsynth.graph.trace import FUNCTION, Traced, check_call, trace
+from hapsynth.graph.trace import FUNCTION, Traced, check_call, check_dict, trace
 from hapsynth.graph.trip_counts import Expectation, expecting
 from hapsynth.instructions.layout import (
     Layout,
@@ -107,13 +107,6 @@ def tell_lesser_memory(cluster: Cluster, limit: float | None) -> None:
         f"less ({has}): these keep to what they have; what a device has is said by the cluster (kinds.NAME.memory)",
         ClusterWarning,
     )
-
-
-def check_dict(name: str, value: Any, of: str = "") -> None:
-    """TypeError where an option, of a function that is called so, is given and no dict."""
-    if value is not None and not isinstance(value, Mapping):
-        where = f" of {of}" if of not in ("", "fn") else ""
-        raise TypeError(f"{name}{where} is {value!r}; give a dict")
 
 
 def check_planned(name: str, value: Any) -> None:

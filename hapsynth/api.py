@@ -14,7 +14,6 @@ import jax
 
 from hapsynth._options import (
     Ratios,
-    check_dict,
     check_joint_gap,
     check_lowering,
     check_positive,
@@ -29,6 +28,7 @@ from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
+from hapsynth.graph.trace import check_dict
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.jobs.preflight import check_mesh
@@ -299,7 +299,7 @@ def synthesize(
             return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
 
     left = None if time_budget_s is None else max(_LEAST_S, time_budget_s - trace_s)
-    with _hinting(options, cluster, "" if recompute else _RECOMPUTE):
+    with _hinting(options, cluster, *([] if recompute else [_RECOMPUTE])):
         if recompute:
             graph, result = planned_to_fit(traced.graph, task, left)
         else:
@@ -332,5 +332,5 @@ def _hinting(options: PlanningOptions, cluster: Cluster, *hints: str) -> Generat
     except InfeasibleError as error:
         limits = MemoryBudget.of(cluster, options.memory_limit).limits
         unlike = not options.exact and min(limits) < max(limits)
-        text = "; ".join([str(error), *([_EXACT] if unlike else []), *filter(None, hints)])
+        text = "; ".join([str(error), *([_EXACT] if unlike else []), *hints])
         raise InfeasibleError(text, error.needs, error.excess) from error

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from hapsynth._options import check_count, check_dict, check_gain, check_planned, check_positive
+from hapsynth._options import check_count, check_gain, check_planned, check_positive
+from hapsynth.graph.trace import check_dict
 from hapsynth.running.allgather import gathered
 from hapsynth.running.base import P, Planned
 from hapsynth.running.form import no_overlap

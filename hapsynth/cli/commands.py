@@ -89,9 +89,7 @@ def run_command(options: argparse.Namespace) -> int:
     except _MISUSES as error:
         return _fail(name, "error", error, MISUSED)
     except OSError as error:
-        status = fail_of_system(name, error)
-        meeting.give_up(error, status)
-        return status
+        return _given_up(error, fail_of_system(name, error))
     except KeyboardInterrupt as stop:
         written = f"only {', '.join(session.files.written)} written" if session.files.written else "nothing written"
         return _fail(name, "interrupted", KeyboardInterrupt(str(stop) or written), INTERRUPTED)
@@ -160,7 +158,11 @@ class _Formatter(logging.Formatter):
 
 
 def _fail(name: str, what: str, error: BaseException, status: int) -> int:
-    fail(name, what, error, status)
+    return _given_up(error, fail(name, what, error, status))
+
+
+def _given_up(error: BaseException, status: int) -> int:
+    """The exit status, of which the other processes of a job hear."""
     meeting.give_up(error, status)
     return status
 

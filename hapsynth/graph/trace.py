@@ -92,6 +92,13 @@ FUNCTION = "fn", "example_args"
 """What a function and its arguments are called, where there is one."""
 
 
+def check_dict(name: str, value: Any, of: str = "") -> None:
+    """TypeError where an option, of a function that is called so, is given and no dict."""
+    if value is not None and not isinstance(value, Mapping):
+        where = f" of {of}" if of not in ("", FUNCTION[0]) else ""
+        raise TypeError(f"{name}{where} is {value!r}; give a dict")
+
+
 def check_call(fn: Any, args: Any, kwargs: Any, names: tuple[str, str] = FUNCTION) -> None:
     """TypeError where a function or its arguments are none, which are called by `names`."""
     if not callable(fn):
@@ -99,9 +106,7 @@ def check_call(fn: Any, args: Any, kwargs: Any, names: tuple[str, str] = FUNCTIO
     if not isinstance(args, (tuple, list)):
         kind = type(args).__name__
         raise TypeError(f"{names[1]} is a {kind}; give a tuple of the arguments, (x,) where there is one")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        of = "" if names == FUNCTION else f" of {names[0]}"
-        raise TypeError(f"example_kwargs{of} is {kwargs!r}; give a dict")
+    check_dict("example_kwargs", kwargs, names[0])
 
 
 def trace(

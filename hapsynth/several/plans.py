@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 
-from hapsynth._options import Ratios, check_dict, fixed_ratios_of, layouts_of, traced_as_asked
+from hapsynth._options import Ratios, fixed_ratios_of, layouts_of, traced_as_asked
 from hapsynth._warn import warn_user
 from hapsynth.adapting.resize import best_sizes, resized
 from hapsynth.cluster.cluster import Cluster
-from hapsynth.graph.trace import Traced
+from hapsynth.graph.trace import Traced, check_dict
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.program.program import ProgramError
 from hapsynth.jobs.preflight import check_mesh

@@ -125,11 +125,8 @@ def bits_on_shard(local: Local, operands: Sequence[Any], block: int = BLOCK) -> 
     in_blocks = local.platform == "cpu" and not batch and prod(here) > 2 * block and max(here) < 1 << 31
     if not offsets and not (in_blocks and _is_threefry(op.dtypes[0]) and partitionable()):
         return bind(op.primitive, [keys], op.params)
-    if not partitionable():
-        raise ValueError(
-            "a plan made with jax_threefry_partitionable cuts random numbers, and it is off now: turn it on for the "
-            "run, or plan with it off"
-        )
+    # Else no plan cuts it, and a call of one that was made with another setting is refused.
+    assert partitionable()
     full, dtype = op.result_shapes[0][batch:], op.result_dtypes[0]
     words = jnp.moveaxis(jax.random.key_data(keys), -1, 0)
     if batch:

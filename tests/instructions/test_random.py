@@ -235,13 +235,6 @@ def test_without_partitionable_bits_only_keys_are_cut() -> None:
         assert len(factors_of(draw(drawn((6, 2)), keys[0])).triples) == 1
 
 
-def test_turned_off_after_planning() -> None:
-    key = key_array()
-    trials = simulate.trials(op := draw(drawn((6, 2)), key), factors_of(op), [key])
-    with jax.threefry_partitionable(False), pytest.raises(ValueError, match="it is off now: turn it on for the run"):
-        simulate.check(trials)
-
-
 def test_gamma_is_cut_along_its_keys() -> None:
     f = factors_of(draw(jax.vmap(jax.random.gamma), key_array(4), np.ones((4, 6), np.float32)))
     assert [t.results for t in f.triples[1:]] == [(S(0),)]
