@@ -14,7 +14,6 @@ import numpy as np
 
 from hapsynth.search.analysis.reachability import Mask
 from hapsynth.search.cost.model import Floats
-from hapsynth.search.formulation.chain_weights import ChainCosts
 from hapsynth.search.formulation.chains import ChainSpace, Occupancy
 from hapsynth.search.solver import Ints, Messages
 
@@ -27,10 +26,6 @@ class Seen(NamedTuple):
 
     choices: Ints
     taken: Occupancy
-
-    def renewed(self, costs: ChainCosts) -> Seen:
-        """The same as other costs count it."""
-        return self._replace(taken=costs.occupancy(self.choices.tolist()))
 
 
 @dataclass(eq=False)

@@ -57,14 +57,19 @@ def concluded(found: MakespanSearch, cutoff: float = np.inf) -> Overlapped | Non
     search, first, begun = found.search, found, found.begun
     with search.clock.within(_SEARCHING):
         found.run(_ROUNDS, cutoff)
-        found = _at_other_ratios(found, cutoff)
+        pool = _at_other_ratios(found, cutoff)
+        found = min(pool, key=_least_makespan)
         best_so_far = found.best
         if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
             # The bound was found at ratios that this program does not have: once more at its own.
-            found = min(_at(best_so_far.candidate.sizes, found, cutoff), found, key=_least_makespan)
+            pool.append(_at(best_so_far.candidate.sizes, found, cutoff))
+            found = min(pool, key=_least_makespan)
         if not search.clock.late() and found.bound < cutoff:
+            for other in pool:
+                found.try_from(other)
             found.raise_bound()
             found.relink()
+            found = _at_own_ratios(found, cutoff)
     fitting = best_within_limit(found, begun)
     if not fitting:
         return None
@@ -76,8 +81,8 @@ def concluded(found: MakespanSearch, cutoff: float = np.inf) -> Overlapped | Non
     return best.overlapped._replace(lower_bound_s=max(each.bound_for(best.known) for each in searches))
 
 
-def _at_other_ratios(found: MakespanSearch, cutoff: float) -> MakespanSearch:
-    """A search at the ratios that suit overlap the best: those of the search by sums, those by speed, and those that
+def _at_other_ratios(found: MakespanSearch, cutoff: float) -> list[MakespanSearch]:
+    """Searches at the ratios that suit overlap the best: those of the search by sums, those by speed, and those that
     balance each best program. In turn the one with the least bound goes on, which says the least of what is there,
     until a turn gains nothing."""
     search = found.search
@@ -101,7 +106,18 @@ def _at_other_ratios(found: MakespanSearch, cutoff: float) -> MakespanSearch:
         at.go_on(cutoff)
         if min(map(_least_makespan, pool)) >= known.makespan_s * (1 - TOLERANCE):
             break
-    return min(pool, key=_least_makespan)
+    return pool
+
+
+def _at_own_ratios(found: MakespanSearch, cutoff: float) -> MakespanSearch:
+    """A search whose bound holds for its best program: this one or, where that has other ratios than its search by now,
+    another one at those."""
+    best = found.best
+    if best is None or found.bound_for(best) >= found.bound * (1 - TOLERANCE) or found.search.clock.late():
+        return found
+    own = _at(best.candidate.sizes, found, cutoff)
+    own.raise_bound()
+    return min(own, found, key=_least_makespan)
 
 
 def _at(sizes: Sizes, found: MakespanSearch, cutoff: float) -> MakespanSearch:

@@ -19,7 +19,7 @@ parts of other programs are tried in the best one, as they are scheduled (path r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 
@@ -66,6 +66,9 @@ counts for all branches. The gap of the MLP of examples/ fell from 36 to 21 % in
 % in 480."""
 _MIXTURES = 2
 """Mixtures of the last program with this many of the best ones."""
+_MIXED_ABOVE, _MIXED_IN_VAIN = 0.02, 12
+"""The gap above which programs are mixed in branches too, which takes as long as the rounds themselves, and in how many
+rounds in a row that may bring up no better one."""
 _BASES = 4
 """The number of bound-limiting programs into which the others are mixed."""
 _LEAST_WEIGHT, _LEAST_BY_LEVEL = 2e-2, 4e-3
@@ -138,7 +141,11 @@ class MakespanSearch:
         self.seen: list[Seen] = []
         self.scheduled: list[Scheduled] = []
         self.best: Scheduled | None = None
-        self._like = like
+        self._tried = set[int]()
+        """The places in `seen` of the programs that were scheduled."""
+        self._mixed = set[tuple[int, ...]]()
+        """What was mixed, by their identities, and by how many chains and paths it was judged."""
+        self._mixed_in_vain = 0
         self._lengths: list[list[float]] = []
         """Seconds of the first chains in each program seen."""
         begun_from = (
@@ -160,9 +167,9 @@ class MakespanSearch:
         self.begun = [*self.scheduled]
         """What it was begun from."""
         if known is not None:
-            self._schedule(self.seen[0], known, _undominated_tasks(known, self.costs))
+            self._schedule(0, known, _undominated_tasks(known, self.costs))
         for other in like.seen if like else ():
-            if not self._is_known(other.choices):
+            if self._place(other.choices) is None:
                 self._see(other.choices)
         if not self._whole.weights.size:
             self._whole.weights = self._parts_of_path(self.scheduled[0])
@@ -189,8 +196,10 @@ class MakespanSearch:
             ):
                 return
             self._solve(weights)
-            if at is self._whole:
+            if at is self._whole or self._may_mix():
+                before = self.best
                 self._mix()
+                self._mixed_in_vain = 0 if self.best is not before else self._mixed_in_vain + 1
             # Programs suggest the next weights: where none is known there is nothing to go by yet.
             at.begun = bool(self._seen_in(at))
             at.ended |= self.best is not None and self.best.makespan_s <= at.bound * (1 + TOLERANCE)
@@ -211,6 +220,11 @@ class MakespanSearch:
         weights = self._at.weights
         return np.pad(weights, (0, len(self.chains) - weights.size))
 
+    def try_from(self, other: MakespanSearch) -> None:
+        """The best program of a search at other ratios, at these."""
+        if other.best is not None:
+            self._look(other.best.seen.choices)
+
     def begin_from(self, choices: Ints) -> None:
         """Another program than the first that may be good."""
         known = len(self.scheduled)
@@ -223,7 +237,8 @@ class MakespanSearch:
 
     def go_on(self, cutoff: float) -> None:
         """Some rounds more, at near weights."""
-        self._by_level = True
+        # Resources may have less weight there.
+        self._by_level, self._whole.ended = True, False
         self.run(_ROUNDS_AGAIN, cutoff)
         self._by_level = False
 
@@ -235,12 +250,7 @@ class MakespanSearch:
         # First, so that none outlasts an interruption.
         for branch in self.branches:
             branch.bound = 0.0
-        certain = ChainCosts(self.builder, self.space, first_devices(self.costs))
-        renewed = {id(known): known.renewed(certain) for known in self.seen}
-        self.seen, self._lengths = [*renewed.values()], []
-        again = {known: replace(known, seen=renewed[id(known.seen)]) for known in self.scheduled}
-        self.scheduled, self.best = [*again.values()], self.best and again[self.best]
-        self._chain_costs = certain
+        self._chain_costs = ChainCosts(self.builder, self.space, first_devices(self.costs))
         level, self._by_level = self._by_level, True
         try:
             self._certify_branches()
@@ -264,7 +274,7 @@ class MakespanSearch:
         (branch and bound, least bound first)."""
         self._by_level, self._whole.ended, self._whole.most = True, False, np.inf
         rounds = int(np.clip(_STATES_OF_BOUND // sum(map(len, self.structure.choices)), *_ROUNDS_OF_BOUND))
-        rises: list[float] = []
+        self._mixed_in_vain, rises = 0, list[float]()
         while len(rises) < rounds and self.best and not self.search.clock.late():
             gap, lately = self.best.makespan_s - self.bound, rises[-_PATIENCE:]
             if self.best.makespan_s <= self.bound * (1 + TOLERANCE):
@@ -395,19 +405,23 @@ class MakespanSearch:
         )
 
     def _look(self, choices: Ints) -> bool:
-        """Schedule a program, unless one of its chains is as long as the best so far; says whether it was not known."""
-        if self._is_known(choices):
-            return False
-        seen = self._see(choices)
-        if self._chain_costs.certain:
-            return True
-        if self.best is None or self.longest_chain(seen) < self.best.makespan_s:
+        """Schedule a program, unless one of its chains is as long as the best so far; says whether it was not known.
+        It may be known from other ratios, and not be scheduled at these."""
+        at = self._place(choices)
+        is_new = at is None
+        if self._chain_costs.certain or at in self._tried:
+            return is_new
+        if at is None:
+            at = self._see(choices)
+        if self.best is None or self.longest_chain(self.seen[at]) < self.best.makespan_s:
             candidate = self.search.maker.chosen(self.builder, choices)
-            self._schedule(seen, candidate, _undominated_tasks(candidate, self.costs))
-        return True
+            self._schedule(at, candidate, _undominated_tasks(candidate, self.costs))
+        return is_new
 
-    def _schedule(self, seen: Seen, candidate: Candidate, tasks: TaskGraph) -> None:
-        """As its choices say, and in fewer collectives where some are in a row."""
+    def _schedule(self, at: int, candidate: Candidate, tasks: TaskGraph) -> None:
+        """A program seen, as its choices say, and in fewer collectives where some are in a row."""
+        self._tried.add(at)
+        seen = self.seen[at]
         cutoff = self.best.makespan_s * PROMISING if self.best else np.inf
         self._keep(seen, candidate, candidate, schedule(tasks, quick=True, cutoff=cutoff))
         fewer = self.search.maker.in_fewest_collectives(self.builder, candidate)
@@ -430,9 +444,9 @@ class MakespanSearch:
             return True
         return peak(ordered(candidate.program, found.timeline), candidate.sizes, self.costs) <= limit
 
-    def _see(self, choices: Ints) -> Seen:
+    def _see(self, choices: Ints) -> int:
         self.seen.append(Seen(choices, self._chain_costs.occupancy(choices.tolist())))
-        return self.seen[-1]
+        return len(self.seen) - 1
 
     def longest_chain(self, seen: Seen) -> float:
         """Seconds of the longest of the chains so far in a program seen."""
@@ -445,8 +459,9 @@ class MakespanSearch:
             row += [chain.length(seen.taken) for chain in self.chains[len(row) :]]
         return np.array(self._lengths)
 
-    def _is_known(self, choices: Ints) -> bool:
-        return any(np.array_equal(choices, known.choices) for known in self.seen)
+    def _place(self, choices: Ints) -> int | None:
+        """The place in `seen` of the program of these choices."""
+        return next((n for n, known in enumerate(self.seen) if np.array_equal(choices, known.choices)), None)
 
     def _on_path(self, found: Scheduled) -> Chain:
         """What lies on a critical path, in place of a chain."""
@@ -499,6 +514,12 @@ class MakespanSearch:
         least = self._least_weight
         return [least if chain.alone is not None else 0.0 for chain in self.chains]
 
+    def _may_mix(self) -> bool:
+        """Whether programs are worth mixing in branches."""
+        if self.best is None or self._mixed_in_vain >= _MIXED_IN_VAIN:
+            return False
+        return self.best.makespan_s > self.bound * (1 + _MIXED_ABOVE)
+
     def _mix(self) -> None:
         """Look for better programs among the mixtures of the last one with the best, and of those that limit the
         bound."""
@@ -506,10 +527,10 @@ class MakespanSearch:
         for place in range(_MIXTURES):
             ranked = self._ranked()
             if place < len(ranked) and ranked[place].seen is not last:
-                self._look_at_mixture(ranked[place].seen, [last], [*self.chains, *self._paths])
+                self._look_at_mixture(ranked[place].seen, [last])
         limiting = sorted(self._limiting(self._at), key=lambda known_and_share: -known_and_share[1])
         for base, _ in limiting[:_BASES]:
-            self._look_at_mixture(base, [known for known, _ in limiting if known is not base], self.chains)
+            self._look_at_mixture(base, [known for known, _ in limiting if known is not base])
 
     def _ranked(self) -> list[Scheduled]:
         """The programs scheduled, the best first, and of those of one assignment the best alone."""
@@ -540,9 +561,12 @@ class MakespanSearch:
             self._look(np.where(np.isin(part, [*parts]), other, base))
         return self.best is not before
 
-    def _look_at_mixture(self, base: Seen, others: Sequence[Seen], chains: Sequence[Chain]) -> None:
-        if self.search.clock.late():
+    def _look_at_mixture(self, base: Seen, others: Sequence[Seen]) -> None:
+        chains = [*self.chains, *self._paths]
+        known = id(base), *map(id, others), len(chains)
+        if known in self._mixed or self.search.clock.late():
             return
+        self._mixed.add(known)
         choices = mixture(self.space, chains, base, others, TOLERANCE)
         if choices is not None:
             self._look(choices)

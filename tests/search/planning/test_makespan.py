@@ -33,7 +33,6 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.device_subsets import ClusterPlanner, subclusters
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.makespan import MakespanSearch
-from hapsynth.search.planning.makespan.branches import Seen
 from hapsynth.search.planning.makespan.mixtures import unlike_parts
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution
@@ -131,7 +130,7 @@ def test_a_bound_is_certified_whatever_ways_conversions_go(interrupted: bool, mo
     """By each branch, or where there is no time by all programs at once, also after an interruption; the search is left
     as it was."""
 
-    def press(*_: Any) -> Seen:
+    def press(*_: Any, **__: Any) -> AdditiveSolution:
         raise KeyboardInterrupt
 
     given = tiny("two uses", 1e8, 1.5)
@@ -140,7 +139,7 @@ def test_a_bound_is_certified_whatever_ways_conversions_go(interrupted: bool, mo
     search.raise_bound()
     best, parts = search.best, len(search.branches)
     with monkeypatch.context() as pressed:
-        pressed.setattr(Seen, "renewed", press)
+        pressed.setattr(MakespanSearch, "_cheapest", press)
         with pytest.raises(KeyboardInterrupt):
             search.certify()
     assert search.bound == 0
@@ -337,6 +336,21 @@ def test_a_search_at_other_ratios_knows_the_program_at_its_sizes() -> None:
     assert [found.candidate for found in again.scheduled[1:]] == [known]
     assert again.best is min(again.scheduled, key=lambda found: found.makespan_s)
     assert best.candidate.at(even, 1.0).over is even
+
+
+def test_what_was_found_at_other_ratios_is_scheduled_where_it_comes_up() -> None:
+    given = tiny("product", 1e10, 1.0)
+    begin = np.array(given.search.choices.replicated())
+    search = MakespanSearch(given.search, given.builder.ratios, begin)
+    search.run(6)
+    best = search.best
+    assert best is not None
+    assert not np.array_equal(best.seen.choices, begin)
+    even = Sizes(given.task.graph, best.candidate.sizes.classes, tuple((32, 32) for _ in best.candidate.sizes.shares))
+    again = MakespanSearch(given.search, given.task.own_ratios(even), begin, search)
+    again.try_from(search)
+    assert again.best is not None
+    assert np.array_equal(again.best.seen.choices, best.seen.choices)
 
 
 def test_each_op_may_go_where_it_is_fast() -> None:
