@@ -209,7 +209,8 @@ class Simulation:
                         sent.occupy(begun, alone)
                     if self.delay is not None:
                         if beside is None:
-                            beside = [max(now - begun, 0.0) for now in stream]
+                            # It is looked at once it may begin, and no group has computed beyond that.
+                            beside = [0.0] * len(stream)
                         until = alone + self._late(head, beside)
                         if coming is not None and not missing[coming] and machine[coming] is compute:
                             last = self._add_beside(beside, coming, begun, until, stream, since, sent)
@@ -252,8 +253,8 @@ class Simulation:
         since: Sequence[Sequence[float]],
         sent: _Sent,
     ) -> float:
-        """Adds what each group, whose stream ends at `stream`, computes of a task from `begun` on, where it begins that
-        before `until`; when the last group ends it."""
+        """Adds to `beside` the seconds after `begun` that each group computes of a task begun before `until`. Returns
+        when the last group ends it. `stream`: when each group ends what it computes before."""
         last = 0.0
         for group, (ready, seconds, slow) in enumerate(zip(since, self.seconds, self.factors, strict=True)):
             now = max(stream[group], ready[task])

@@ -60,7 +60,7 @@ def concluded(found: MakespanSearch, cutoff: float = np.inf) -> Overlapped | Non
         pool = _at_other_ratios(found, cutoff)
         found = min(pool, key=_least_makespan)
         best_so_far = found.best
-        if best_so_far and found.bound_for(best_so_far) < found.bound * (1 - TOLERANCE) and not search.clock.late():
+        if best_so_far and not found.has_sizes_of(best_so_far) and not search.clock.late():
             # The bound was found at ratios that this program does not have: once more at its own.
             pool.append(_at(best_so_far.candidate.sizes, found, cutoff))
             found = min(pool, key=_least_makespan)
@@ -69,7 +69,12 @@ def concluded(found: MakespanSearch, cutoff: float = np.inf) -> Overlapped | Non
                 found.try_from(other)
             found.raise_bound()
             found.relink()
-            found = _at_own_ratios(found, cutoff)
+            if found.best and not found.has_sizes_of(found.best) and found.bound < cutoff and not search.clock.late():
+                # A better program came up, and the bound is of other ratios than it has.
+                own = _at(found.best.candidate.sizes, found, cutoff)
+                if own.bound < cutoff:
+                    own.raise_bound()
+                found = min(own, found, key=_least_makespan)
     fitting = best_within_limit(found, begun)
     if not fitting:
         return None
@@ -107,17 +112,6 @@ def _at_other_ratios(found: MakespanSearch, cutoff: float) -> list[MakespanSearc
         if min(map(_least_makespan, pool)) >= known.makespan_s * (1 - TOLERANCE):
             break
     return pool
-
-
-def _at_own_ratios(found: MakespanSearch, cutoff: float) -> MakespanSearch:
-    """A search whose bound holds for its best program: this one or, where that has other ratios than its search by now,
-    another one at those."""
-    best = found.best
-    if best is None or found.bound_for(best) >= found.bound * (1 - TOLERANCE) or found.search.clock.late():
-        return found
-    own = _at(best.candidate.sizes, found, cutoff)
-    own.raise_bound()
-    return min(own, found, key=_least_makespan)
 
 
 def _at(sizes: Sizes, found: MakespanSearch, cutoff: float) -> MakespanSearch:

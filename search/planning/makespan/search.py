@@ -67,8 +67,8 @@ counts for all branches. The gap of the MLP of examples/ fell from 36 to 21 % in
 _MIXTURES = 2
 """Mixtures of the last program with this many of the best ones."""
 _MIXED_ABOVE, _MIXED_IN_VAIN = 0.02, 12
-"""The gap above which programs are mixed in branches too, which takes as long as the rounds themselves, and in how many
-rounds in a row that may bring up no better one."""
+"""In branches programs are mixed while the gap is above the first, and until so many rounds in a row brought up no
+better one: that takes as long as the rounds themselves."""
 _BASES = 4
 """The number of bound-limiting programs into which the others are mixed."""
 _LEAST_WEIGHT, _LEAST_BY_LEVEL = 2e-2, 4e-3
@@ -351,13 +351,16 @@ class MakespanSearch:
 
     def bound_for(self, known: Scheduled) -> float:
         """A lower bound, in seconds, on all programs of a program's sizes; 0 if these are not the sizes of the search's
-        ratios, which whole units, or the memory, may not allow. Conversions of the program's choices that it leaves out
-        are subtracted."""
-        candidate, ratios = known.candidate, self.builder.ratios
-        assumed = ratios.sizes_of(candidate.sizes.classes) if ratios else None
-        if assumed is None or assumed.shares != candidate.sizes.shares:
+        ratios. Conversions of the program's choices that it leaves out are subtracted."""
+        if not self.has_sizes_of(known):
             return 0.0
         return self.bound - max(self.builder.problem().cost(known.seen.choices) - known.chosen.cost, 0.0)
+
+    def has_sizes_of(self, known: Scheduled) -> bool:
+        """Whether a program has the sizes of the search's ratios, which whole units, or the memory, may not allow."""
+        candidate, ratios = known.candidate, self.builder.ratios
+        assumed = ratios.sizes_of(candidate.sizes.classes) if ratios else None
+        return assumed is not None and assumed.shares == candidate.sizes.shares
 
     def joint_bound(self, parts: Floats) -> float:
         """A lower bound, in seconds, on all programs at any ratios, by the chains and weights of the best bound.
