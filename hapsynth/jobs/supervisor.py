@@ -129,11 +129,12 @@ class Supervisor:
         over they have some seconds to hear why."""
         if self._server is None or self.here == self.processes:
             return
-        until = time.monotonic() + _OTHERS_S
+        until = float("inf")
         # One that the network does not reach can't be told.
-        heard_s = _UNHEARD_S if self.over else float("inf")
-        while self._server.launchers(self.rank, heard_s) and not given_up():
-            if self.over and time.monotonic() > until:
+        while self._server.launchers(self.rank, _UNHEARD_S if self.over else float("inf")) and not given_up():
+            now = time.monotonic()
+            until = min(until, now + _OTHERS_S) if self.over else until
+            if now > until:
                 return
             time.sleep(0.05)
 

@@ -218,7 +218,7 @@ class Server:
     def _lost(self, member: Member) -> None:
         with self._lock:
             died, member.left, member.gone = not member.left, True, True
-            if not died or self._there(member) is not member:
+            if not died or self._there(member) is not member or self._may_still_save(member):
                 return
             # Not one that has ended in peace before the others.
             member.failed = True
@@ -231,6 +231,11 @@ class Server:
 
     def _there(self, member: Member) -> Member | None:
         return (self._launchers if member.here else self._members).get(member.rank)
+
+    def _may_still_save(self, member: Member) -> bool:
+        """Whether it is a process of a launcher that a signal came to. It may end in any way then, and others of its
+        host, or of other hosts that the signal came to, are not ended for that."""
+        return not member.here and any(launcher.interrupted for launcher in self._launched(member.rank))
 
     def _launched(self, rank: int) -> Iterable[Member]:
         return (m for m in self._launchers.values() if not m.left and m.rank <= rank < m.rank + m.here)
@@ -297,14 +302,14 @@ class Server:
                 case {"leave": error, "calls": calls}:
                     member.calls, member.left, member.failed = self._counted(calls, member), True, bool(error)
                     member.returns = said.get("returns") is True
-                    if error and self._suspected is None:
+                    if error and self._suspected is None and not self._may_still_save(member):
                         # What failed in it may be another process's fault, which is noticed within a beat or two.
                         reason = f"{member} ended with {printable(error)}: {_way_out(str(error))}"
                         self._suspected = _Suspicion(reason, member.rank, True, member.heard)
                 case {"ended": rank, "how": how, "failed": failed} if member.here:
                     self._ended[_whole(rank)] = printable(how)
                     said_why = self._suspected is not None and self._suspected.says and self._suspected.rank == rank
-                    if failed and not said_why:
+                    if failed and not said_why and not member.interrupted:
                         self._end(printable(how))
                 case {"stopped": rank, "who": who} if member.here:
                     self._stopped[_whole(rank)] = (printable(who), member.heard)

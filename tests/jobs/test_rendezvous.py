@@ -229,6 +229,8 @@ def test_hosts_that_a_signal_came_to_wait_for_one_another(job: Job) -> None:
     assert server is not None
     for member in (server._launchers[rank] for rank in range(2)):
         server._hear(member, {"interrupted": "SIGTERM came"})
+    # Its process saved, and ended by the signal all the same.
+    server._hear(server._launchers[1], {"ended": 1, "how": "process 1 was killed by signal 15", "failed": True})
     server._hear(server._launchers[1], {"leave": "", "calls": []})
     assert not server._over
     launchers[0].leave()
