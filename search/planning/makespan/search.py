@@ -66,7 +66,7 @@ counts for all branches. The gap of the MLP of examples/ fell from 36 to 21 % in
 % in 480."""
 _MIXTURES = 2
 """Mixtures of the last program with this many of the best ones."""
-_MIXED_ABOVE, _MIXED_IN_VAIN = 0.02, 12
+_MIXED_ABOVE, _MIXED_IN_VAIN = 0.02, 32
 """In branches programs are mixed while the gap is above the first, and until so many rounds in a row brought up no
 better one: that takes as long as the rounds themselves."""
 _BASES = 4
