@@ -45,7 +45,7 @@ def make(name: str, machines: list[Machine]) -> None:
         _run("ip", "-n", inside, "link", "set", "lo", "up")
         _run("ip", "-n", inside, "link", "set", "eth0", "up")
         if machine.rate is not None:
-            # What passes at once after some quiet goes for nothing, and is more than a timer's resolution at the rate.
+            # After a pause a link sends its burst for nothing, so it is as small as a timer's resolution allows.
             burst = max(_LEAST_BURST, int(machine.rate / 8 * 1e-4))
             for where, device in ((inside, "eth0"), (name, port)):
                 _run("ip", "-n", where, "link", "set", device, "gso_max_size", str(_LARGEST_PACKET))

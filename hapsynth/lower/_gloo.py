@@ -41,7 +41,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from hapsynth.instructions.collectives import are_equal
 from hapsynth.instructions.rules.registry import apart
-from hapsynth.instructions.staging import gloo as ways
+from hapsynth.instructions.staging import gloo as algorithms
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.lower._collective_order import Each, as_it_is
 from hapsynth.lower._ordered_floats import from_ordered, to_ordered
@@ -78,11 +78,11 @@ def all_reduce(
     n = _size(axis, groups)
     if gloo is not None and (groups is None or are_equal(groups)):
         flat = x.reshape(-1)
-        by = ways.all_reduce(x.nbytes, n, gloo, one_axis=isinstance(axis, str)).by
-        if by == "gather":
+        algorithm = algorithms.all_reduce(x.nbytes, n, gloo, one_axis=isinstance(axis, str)).name
+        if algorithm == "gather":
             gathered = all_gather(flat, axis, 0, gloo, each, groups)
             return reduce(pair, lax.split(gathered, [x.size] * n)).reshape(x.shape)
-        if by == "at once":
+        if algorithm == "at once":
             padded = jnp.pad(flat, (0, -x.size % n))
             blocks = lax.split(_swapped(padded, axis, 0, 0, each, groups), [padded.size // n] * n)
             whole = all_gather(reduce(pair, blocks), axis, 0, gloo, each, groups)
@@ -107,7 +107,7 @@ def psum_scatter(
         scatter = partial(lax.psum_scatter, axis_name=axis, axis_index_groups=groups, tiled=True)
         return each(lambda x: scatter(x, scatter_dimension=dim), x)
     n = _size(axis, groups)
-    if ways.reduce_scatter(x.nbytes, n, gloo).by == "at once":
+    if algorithms.reduce_scatter(x.nbytes, n, gloo).name == "at once":
         blocks = all_to_all(x, axis, dim, dim, gloo, each, groups)
         return reduce(lax.add, lax.split(blocks, [x.shape[dim] // n] * n, dim))
     me, x = _place(axis, groups), apart(x)
@@ -129,10 +129,11 @@ def all_gather(
     one and receives from another."""
     n = _size(axis, groups)
     gather = partial(lax.all_gather, axis_name=axis, axis_index_groups=groups)
-    by = None if gloo is None else ways.all_gather(x.nbytes, n, gloo, one_axis=isinstance(axis, str)).by
-    if by == "at once":
+    one_axis = isinstance(axis, str)
+    algorithm = None if gloo is None else algorithms.all_gather(x.nbytes, n, gloo, one_axis=one_axis).name
+    if algorithm == "at once":
         return _swapped(lax.concatenate([x] * n, dim), axis, dim, dim, each, groups)
-    if gloo is None or by != "segments":
+    if gloo is None or algorithm != "segments":
         return each(lambda x: gather(x, axis=dim, tiled=True), x)
     parts = [each(gather, part) for part in _segments(x, gloo)]
     joined = lax.concatenate(parts, 1).reshape(n, *x.shape)
@@ -150,7 +151,7 @@ def all_to_all(
 ) -> jax.Array:
     """As JAX's, tiled. `gloo`: as for `all_reduce`; large blocks then go in rounds, to one device at a time."""
     n = _size(axis, groups)
-    if gloo is None or ways.all_to_all(x.nbytes, n, gloo).by == "at once":
+    if gloo is None or algorithms.all_to_all(x.nbytes, n, gloo).name == "at once":
         return _swapped(x, axis, split, concat, each, groups)
     me, x = _place(axis, groups), apart(x)
     mine = _block(x, me, n, split)
@@ -196,13 +197,13 @@ def _sent_on(x: jax.Array, axis: str, away: int, gloo: LoweringOptions, each: Ea
     n = _size(axis, groups)
     onward = [(group[i], group[(i + away) % n]) for group in groups or [range(n)] for i in range(n)]
     sent = lambda part: lax.ppermute(part, axis, onward)
-    if ways.messages(x.nbytes, n, away, gloo) == 1:
+    if algorithms.messages(x.nbytes, n, away, gloo) == 1:
         return each(sent, x)
     # Two devices send one another.
     return lax.concatenate([each(sent, part) for part in _segments(x, gloo)], 0).reshape(x.shape)
 
 
 def _segments(x: jax.Array, gloo: LoweringOptions) -> list[jax.Array]:
-    count = ways.segments(x.nbytes, gloo)
+    count = algorithms.segments(x.nbytes, gloo)
     least, more = divmod(x.size, count)
     return list(lax.split(x.reshape(-1), [least + 1] * more + [least] * (count - more)))

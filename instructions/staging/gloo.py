@@ -1,8 +1,9 @@
-"""In how many exchanges gloo, by which CPUs of several processes communicate, runs a collective.
+"""The algorithms by which collectives run over gloo, the network of CPUs of several processes, and how many exchanges
+each takes.
 
-By their sizes collectives are lowered to several of gloo's (`lower/_gloo.py`), which asks here how. An exchange is what
-all of a group have to end before the next begins: so often a process's thread may wait for a core, which a schedule
-counts (`search/scheduling/tasks.py`).
+By its size a collective is lowered to one of gloo's own or to several: `lower/_gloo.py` asks here for the algorithm. An
+exchange is what all of a group have to end before the next begins: so often a process's thread may wait for a core,
+which a schedule counts (`search/scheduling/tasks.py`).
 """
 
 from __future__ import annotations
@@ -14,45 +15,45 @@ from hapsynth.instructions.collectives import Hosts, are_equal, over_parts, tree
 from hapsynth.instructions.staging.options import LoweringOptions
 
 
-class Way(NamedTuple):
-    """`by`: one of gloo's own, an all-gather of all in place of a sum, all to all at once, a message in segments, or
-    one message to one device at a time, in rounds. `exchanges`: that wait for one another."""
+class Algorithm(NamedTuple):
+    """Of one collective. `name`: one of gloo's own, an all-gather of all in place of a sum, all to all at once, a
+    message in segments, or one message to one device at a time, in rounds. `exchanges`: that wait for one another."""
 
-    by: Literal["gloo's", "gather", "at once", "segments", "rounds"]
+    name: Literal["gloo's", "gather", "at once", "segments", "rounds"]
     exchanges: int
 
 
-def all_reduce(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool = True) -> Way:
+def all_reduce(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool = True) -> Algorithm:
     """Of so many bytes on each of `n` devices. `one_axis`: whether they are along a single one: JAX has no all-to-all
     along several."""
     if nbytes * n <= options.gloo_gathered_bytes:
-        return Way("gather", all_gather(nbytes, n, options, one_axis=one_axis).exchanges)
+        return Algorithm("gather", all_gather(nbytes, n, options, one_axis=one_axis).exchanges)
     if _go_at_once(nbytes / n, n, options, one_axis=one_axis):
-        return Way("at once", 2)
-    return Way("gloo's", 2 * (n - 1))
+        return Algorithm("at once", 2)
+    return Algorithm("gloo's", 2 * (n - 1))
 
 
-def reduce_scatter(nbytes: float, n: int, options: LoweringOptions) -> Way:
+def reduce_scatter(nbytes: float, n: int, options: LoweringOptions) -> Algorithm:
     """Of so many bytes on each device, before."""
     if nbytes <= options.gloo_at_once_bytes * n:
-        return Way("at once", all_to_all(nbytes, n, options).exchanges)
-    return Way("rounds", (n - 1) * messages(nbytes / n, n, 1, options))
+        return Algorithm("at once", all_to_all(nbytes, n, options).exchanges)
+    return Algorithm("rounds", (n - 1) * messages(nbytes / n, n, 1, options))
 
 
-def all_gather(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool = True) -> Way:
+def all_gather(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool = True) -> Algorithm:
     """Of so many bytes on each device, before."""
     if _go_at_once(nbytes, n, options, one_axis=one_axis):
-        return Way("at once", 1)
+        return Algorithm("at once", 1)
     if n == 2 and nbytes > options.gloo_segment_bytes:
-        return Way("segments", segments(nbytes, options))
-    return Way("gloo's", n - 1)
+        return Algorithm("segments", segments(nbytes, options))
+    return Algorithm("gloo's", n - 1)
 
 
-def all_to_all(nbytes: float, n: int, options: LoweringOptions) -> Way:
+def all_to_all(nbytes: float, n: int, options: LoweringOptions) -> Algorithm:
     """Of so many bytes on each device."""
     if nbytes <= options.gloo_segment_bytes * n:
-        return Way("at once", 1)
-    return Way("rounds", sum(messages(nbytes / n, n, away, options) for away in range(1, n)))
+        return Algorithm("at once", 1)
+    return Algorithm("rounds", sum(messages(nbytes / n, n, away, options) for away in range(1, n)))
 
 
 def messages(nbytes: float, n: int, away: int, options: LoweringOptions) -> int:
@@ -86,16 +87,16 @@ def _over_hosts(step: str, nbytes: float, hosts: Hosts, options: LoweringOptions
     match step:
         case "hierarchical_all_reduce":
             part = nbytes / inside
-            ways = (
+            algorithms = (
                 reduce_scatter(nbytes, inside, options),
                 all_reduce(part, between, options),
                 all_gather(part, inside, options),
             )
         case "hierarchical_reduce_scatter":
-            ways = reduce_scatter(nbytes, inside, options), reduce_scatter(nbytes / inside, between, options)
+            algorithms = reduce_scatter(nbytes, inside, options), reduce_scatter(nbytes / inside, between, options)
         case _:
-            ways = all_gather(nbytes, between, options), all_gather(nbytes * between, inside, options)
-    return sum(way.exchanges for way in ways)
+            algorithms = all_gather(nbytes, between, options), all_gather(nbytes * between, inside, options)
+    return sum(algorithm.exchanges for algorithm in algorithms)
 
 
 def _go_at_once(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool) -> bool:
