@@ -53,7 +53,7 @@ def print_advice(out: Console, variants: Sequence[Variant]) -> None:
 
 
 def _speedup(variant: Variant, base: Variant) -> float | None:
-    own = variant.beside(base)
+    own = variant.comparable_s(base)
     return base.cost_s / own if base.cost_s and own else None
 
 

@@ -38,11 +38,13 @@ class Variant:
     with_all_s: float | None = None
     modelled_s: float | None = None
 
-    def beside(self, base: Variant) -> float | None:
+    def scale(self, base: Variant) -> float:
+        """The factor by which its seconds compare with those of the cluster as it is."""
+        return 1.0 if self.modelled_s is None or base.cost_s is None else base.cost_s / self.modelled_s
+
+    def comparable_s(self, base: Variant) -> float | None:
         """Seconds of a step, to be compared with those of the cluster as it is."""
-        if self.cost_s is None or self.modelled_s is None or base.cost_s is None:
-            return self.cost_s
-        return self.cost_s * base.cost_s / self.modelled_s
+        return None if self.cost_s is None else self.cost_s * self.scale(base)
 
     @property
     def price(self) -> float | None:
@@ -104,7 +106,7 @@ def advise(plan: Plan, planned: Callable[[Cluster], Plan], tell: Callable[[str],
             found.append(Variant(change, cluster, other.cost, other.gap, dropped, modelled_s=of_base))
     except KeyboardInterrupt:
         pass
-    return sorted(found, key=lambda v: (v.cost_s is None, v.beside(base) or 0.0))
+    return sorted(found, key=lambda v: (v.cost_s is None, v.comparable_s(base) or 0.0))
 
 
 def sentences(variants: Sequence[Variant]) -> list[str]:
@@ -113,7 +115,7 @@ def sentences(variants: Sequence[Variant]) -> list[str]:
     assert base.cost_s is not None
     said: list[str] = []
     for v in variants:
-        if v.dropped is None or (cost_s := v.beside(base)) is None:
+        if v.dropped is None or (cost_s := v.comparable_s(base)) is None:
             continue
         what = v.change.removeprefix("without ")
         with_all = base.with_all_s if v.dropped in base.left_out and base.with_all_s is not None else base.cost_s
@@ -124,8 +126,7 @@ def sentences(variants: Sequence[Variant]) -> list[str]:
             said.append(f"{what} make this slower: leave them out ({times})")
         elif cost_s <= base.cost_s * (1 + _SAME):
             said.append(f"{what} don't help: they can be used for something else ({times})")
-    times = lambda v: (v.beside(base) or 0.0) / v.cost_s if v.cost_s else 1.0
-    priced = [(price * times(v), v) for v in variants if (price := v.price) is not None]
+    priced = [(price * v.scale(base), v) for v in variants if (price := v.price) is not None]
     if priced and base.price:
         price, cheapest = min(priced, key=lambda pair: pair[0])
         if price < base.price * (1 - _SAME):
