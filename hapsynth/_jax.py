@@ -23,8 +23,6 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.source_info_util import user_context
 
-from hapsynth._xla_flags import AUTOTUNING
-
 NUMERICS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -446,11 +444,6 @@ def xla_flags() -> str:
         return Path(flags).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-UNSHARED: Mapping[str, bool] = MappingProxyType({AUTOTUNING: False})
-"""Of XLA, for programs of several processes on GPUs: each tunes its kernels itself. Processes that share that out wait
-for one another's results, which those with another program or another kind of GPU never give."""
 
 
 def is_gpu(platform: str) -> bool:

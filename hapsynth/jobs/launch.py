@@ -420,8 +420,8 @@ def _gpus() -> int:
 
 
 def _unshared() -> dict[str, str]:
-    """XLA_FLAGS by which programs of the user's own compile among GPUs of several kinds, too (`_jax.UNSHARED`); those
-    of a file, and what the user says of it, stay."""
+    """XLA_FLAGS by which programs of the user's own compile among GPUs of several kinds, too (`_xla_flags.UNSHARED`);
+    those of a file, and what the user says of it, stay."""
     flags = os.environ.get("XLA_FLAGS", "").strip()
     if AUTOTUNING in flags or (flags and not flags.startswith("-")):
         return {}

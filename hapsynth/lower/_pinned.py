@@ -34,7 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hapsynth._jax import UNSHARED, gpus_schedule_around_barriers, is_extended, is_gpu
+from hapsynth._jax import gpus_schedule_around_barriers, is_extended, is_gpu
+from hapsynth._xla_flags import UNSHARED
 from hapsynth.hlo.text import HloError
 from hapsynth.lower._collective_order import Each, Order, as_it_is
 

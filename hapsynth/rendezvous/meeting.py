@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hapsynth import _jax
+from hapsynth._xla_flags import UNSHARED
 from hapsynth.rendezvous.address import (
     COORDINATOR,
     LAUNCHER,
@@ -331,7 +332,7 @@ def from_each(own: np.ndarray) -> np.ndarray:
     rows = NamedSharding(mesh, PartitionSpec("processes"))
     here = first[jax.process_index()]
     sent = jax.make_array_from_single_device_arrays((mesh.size, *own.shape), rows, [jax.device_put(own[None], here)])
-    options = dict(_jax.UNSHARED) if _jax.is_gpu(here.platform) else {}
+    options = dict(UNSHARED) if _jax.is_gpu(here.platform) else {}
     every = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()), compiler_options=options)(sent)
     return np.asarray(every.addressable_data(0))
 
