@@ -20,11 +20,11 @@ What it sends is lowered so that less is waited for:
 
 - The smallest all-reduces are one exchange and not two, an all-gather and a sum (the four: of 4 KB 1.3 ms instead of
   2.5).
-- Where two devices send one another much at once, TCP's acknowledgements queue behind the data of the other direction,
-  and only one direction at a time is fast. In segments that both have received before the next one goes they stay in
-  step: 8 MB each way between two processes at 100 Mbit/s take 0.70 s instead of 1.39, at 1 Gbit/s 70 ms instead of 134.
-  Around a ring of more nobody sends to whom it hears from, and a block goes whole: for every segment gloo's thread
-  waits for the one that computes, which keeps the core until its time slice or quota ends.
+- gloo's permute, all-gather and all-to-all send before they say that they are ready to receive. Where two devices send
+  one another, what the later one says waits behind its own data, and one direction goes after the other. gloo's
+  all-reduce says it first. So two devices swap large blocks by an all-reduce: the sum of both blocks, as integers that
+  wrap, less one's own is the other's. Two processes at 100 Mbit/s: 1 MiB each way in 90 ms instead of 160; 2 MiB at
+  1 Gbit/s in 20 instead of 34, beside computing in 37 instead of 45 (gloo's other collectives 83).
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ def all_gather(
     algorithm = None if gloo is None else algorithms.all_gather(x.nbytes, n, gloo, one_axis=one_axis).name
     if algorithm == "at once":
         return _swapped(lax.concatenate([x] * n, dim), axis, dim, dim, each, groups)
-    if gloo is None or algorithm != "segments":
-        return each(lambda x: gather(x, axis=dim, tiled=True), x)
-    parts = [each(gather, part) for part in _segments(x, gloo)]
-    joined = lax.concatenate(parts, 1).reshape(n, *x.shape)
-    return lax.collapse(lax.transpose(joined, [*range(1, dim + 1), 0, *range(dim + 1, x.ndim + 1)]), dim, dim + 2)
+    if algorithm == "swap" and _has_whole_bytes(x):
+        at = (1 - _place(axis, groups)) * x.shape[dim]
+        other = _swap(x, axis, each, groups)
+        return lax.dynamic_update_slice_in_dim(lax.concatenate([x, x], dim), other, at, dim)
+    return each(lambda x: gather(x, axis=dim, tiled=True), x)
 
 
 def all_to_all(
@@ -175,7 +175,7 @@ def _size(axis: str | tuple[str, ...], groups: Groups) -> int:
     return max(map(len, groups)) if groups else lax.axis_size(axis)
 
 
-def _place(axis: str, groups: Groups) -> jax.Array:
+def _place(axis: str | tuple[str, ...], groups: Groups) -> jax.Array:
     """Of this device in its group."""
     here = lax.axis_index(axis)
     if groups is None:
@@ -195,15 +195,28 @@ def _block(x: jax.Array, index: jax.Array, n: int, dim: int) -> jax.Array:
 def _sent_on(x: jax.Array, axis: str, away: int, gloo: LoweringOptions, each: Each, groups: Groups) -> jax.Array:
     """What the device that is so many before this one in its group has."""
     n = _size(axis, groups)
+    if algorithms.swaps(x.nbytes, n, away, gloo) and _has_whole_bytes(x):
+        pairs = [[group[i], group[i + away]] for group in groups or [range(n)] for i in range(away)]
+        return _swap(x, axis, each, pairs if groups or n > 2 else None)
     onward = [(group[i], group[(i + away) % n]) for group in groups or [range(n)] for i in range(n)]
-    sent = lambda part: lax.ppermute(part, axis, onward)
-    if algorithms.messages(x.nbytes, n, away, gloo) == 1:
-        return each(sent, x)
-    # Two devices send one another.
-    return lax.concatenate([each(sent, part) for part in _segments(x, gloo)], 0).reshape(x.shape)
+    return each(lambda x: lax.ppermute(x, axis, onward), x)
 
 
-def _segments(x: jax.Array, gloo: LoweringOptions) -> list[jax.Array]:
-    count = algorithms.segments(x.nbytes, gloo)
-    least, more = divmod(x.size, count)
-    return list(lax.split(x.reshape(-1), [least + 1] * more + [least] * (count - more)))
+def _has_whole_bytes(x: jax.Array) -> bool:
+    """Whether its numbers are of 8 bits or more."""
+    if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return True
+    return (jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo)(x.dtype).bits >= 8
+
+
+def _swap(x: jax.Array, axis: str | tuple[str, ...], each: Each, pairs: Groups) -> jax.Array:
+    """What the other device of each pair has. The sum of both, as integers that wrap, less one's own."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(*(_swap(part, axis, each, pairs) for part in (x.real, x.imag)))
+    as_bytes = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+    per_word = max(1, 4 // as_bytes.dtype.itemsize)
+    flat = jnp.pad(as_bytes.reshape(-1), (0, -x.size % per_word))
+    own = lax.bitcast_convert_type(flat.reshape(-1, per_word) if per_word > 1 else flat, jnp.uint32)
+    both = each(lambda words: lax.psum(words, axis, axis_index_groups=pairs), own)
+    other = lax.bitcast_convert_type(both - own, as_bytes.dtype).reshape(-1)[: x.size].reshape(x.shape)
+    return other.astype(x.dtype)

@@ -8,7 +8,6 @@ which a schedule counts (`search/scheduling/tasks.py`).
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Literal, NamedTuple
 
 from hapsynth.instructions.collectives import Hosts, are_equal, over_parts, tree_rounds
@@ -16,10 +15,11 @@ from hapsynth.instructions.staging.options import LoweringOptions
 
 
 class Algorithm(NamedTuple):
-    """Of one collective. `name`: one of gloo's own, an all-gather of all in place of a sum, all to all at once, a
-    message in segments, or one message to one device at a time, in rounds. `exchanges`: that wait for one another."""
+    """Of one collective. `name`: one of gloo's own, an all-gather of all in place of a sum, all to all at once, the sum
+    of what two devices have for one another, or a message to one device at a time, in rounds. `exchanges`: that wait
+    for one another."""
 
-    name: Literal["gloo's", "gather", "at once", "segments", "rounds"]
+    name: Literal["gloo's", "gather", "at once", "swap", "rounds"]
     exchanges: int
 
 
@@ -30,41 +30,44 @@ def all_reduce(nbytes: float, n: int, options: LoweringOptions, *, one_axis: boo
         return Algorithm("gather", all_gather(nbytes, n, options, one_axis=one_axis).exchanges)
     if _go_at_once(nbytes / n, n, options, one_axis=one_axis):
         return Algorithm("at once", 2)
-    return Algorithm("gloo's", 2 * (n - 1))
+    return Algorithm("gloo's", ring_all_reduce(n))
+
+
+def ring_all_reduce(n: int) -> int:
+    """The exchanges of gloo's own all-reduce: of its 2 (n - 1) steps two are under way at once, of which one alone is
+    waited for."""
+    return n
 
 
 def reduce_scatter(nbytes: float, n: int, options: LoweringOptions) -> Algorithm:
     """Of so many bytes on each device, before."""
     if nbytes <= options.gloo_at_once_bytes * n:
         return Algorithm("at once", all_to_all(nbytes, n, options).exchanges)
-    return Algorithm("rounds", (n - 1) * messages(nbytes / n, n, 1, options))
+    return Algorithm("rounds", ring_all_reduce(2) if swaps(nbytes / n, n, 1, options) else n - 1)
 
 
 def all_gather(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool = True) -> Algorithm:
     """Of so many bytes on each device, before."""
     if _go_at_once(nbytes, n, options, one_axis=one_axis):
         return Algorithm("at once", 1)
-    if n == 2 and nbytes > options.gloo_segment_bytes:
-        return Algorithm("segments", segments(nbytes, options))
+    if n == 2 and _is_swapped(nbytes, options):
+        return Algorithm("swap", ring_all_reduce(2))
     return Algorithm("gloo's", n - 1)
 
 
 def all_to_all(nbytes: float, n: int, options: LoweringOptions) -> Algorithm:
     """Of so many bytes on each device."""
-    if nbytes <= options.gloo_segment_bytes * n:
+    if nbytes <= options.gloo_at_once_bytes * n:
         return Algorithm("at once", 1)
-    return Algorithm("rounds", sum(messages(nbytes / n, n, away, options) for away in range(1, n)))
+    return Algorithm(
+        "rounds", sum(ring_all_reduce(2) if swaps(nbytes / n, n, away, options) else 1 for away in range(1, n))
+    )
 
 
-def messages(nbytes: float, n: int, away: int, options: LoweringOptions) -> int:
-    """Those in which each device sends so many bytes to the one that is `away` places further on of `n`: segments
-    where two send one another."""
-    return 1 if 2 * away % n else segments(nbytes, options)
-
-
-def segments(nbytes: float, options: LoweringOptions) -> int:
-    """Of a message of so many bytes."""
-    return max(1, ceil(nbytes / options.gloo_segment_bytes))
+def swaps(nbytes: float, n: int, away: int, options: LoweringOptions) -> bool:
+    """Whether two devices swap blocks by their sum, where each sends so many bytes to the one that is `away` places
+    further on of `n`."""
+    return 2 * away % n == 0 and _is_swapped(nbytes, options)
 
 
 def exchanges(step: str, nbytes: float, n: int, hosts: Hosts, options: LoweringOptions) -> int:
@@ -81,7 +84,7 @@ def _over_hosts(step: str, nbytes: float, hosts: Hosts, options: LoweringOptions
     """As `lower/_hierarchical.py` has them."""
     if step == "hierarchical_all_reduce" and not are_equal(hosts):
         # Groups that are unlike are gloo's own: to the first of each host, between these, and back.
-        return 2 * (2 * (max(map(len, hosts)) - 1)) + 2 * (len(hosts) - 1)
+        return 2 * ring_all_reduce(max(map(len, hosts))) + ring_all_reduce(len(hosts))
     parts = over_parts(hosts, "equal hosts")
     inside, between = len(parts[0]), len(parts)
     match step:
@@ -97,6 +100,10 @@ def _over_hosts(step: str, nbytes: float, hosts: Hosts, options: LoweringOptions
         case _:
             algorithms = all_gather(nbytes, between, options), all_gather(nbytes * between, inside, options)
     return sum(algorithm.exchanges for algorithm in algorithms)
+
+
+def _is_swapped(nbytes: float, options: LoweringOptions) -> bool:
+    return nbytes > options.gloo_at_once_bytes
 
 
 def _go_at_once(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool) -> bool:

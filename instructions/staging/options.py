@@ -48,9 +48,7 @@ class LoweringOptions:
     gloo_at_once_bytes: int = 1 << 17
     """Bytes of a block up to which a reduce-scatter, and among more than two devices any collective, goes to all at
     once: one latency. Larger ones go around a ring: as many latencies as devices, but no device is sent to by several
-    at once."""
-    gloo_segment_bytes: int = 1 << 18
-    """Bytes of a message between two devices that both send."""
+    at once. Two devices swap larger ones by their sum."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -73,6 +71,6 @@ class LoweringOptions:
         return LoweringOptions(**data)
 
 
-_DIVISORS = ("products_per_element", "gloo_segment_bytes")
+_DIVISORS = ("products_per_element",)
 
 DEFAULT = LoweringOptions()

@@ -225,7 +225,7 @@ class Neighbours:
             for each in seconds:
                 each[one] = transfer.seconds
             if delay is not None:
-                delay[one] = self.tasks.late_by(transfer.seconds, transfer.exchanges(self.tasks.lowering))
+                delay[one] = self.tasks.late_by(transfer.exchanges(self.tasks.lowering))
         for one in {first.get(maker, maker) for task in first for maker in makers[task]}:
             users[one] = [first.get(user, user) for user in users[one]]
         order = nearest_order([task for task in self.timeline.order if task not in first], users, missing)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property, reduce
 from heapq import heappop, heappush
-from math import exp, fsum
+from math import fsum
 from typing import NamedTuple
 
 import numpy as np
@@ -135,18 +135,11 @@ class TaskGraph:
                 found[maker].append(task)
         return tuple(map(tuple, found))
 
-    def late_by(self, seconds: float, exchanges: int) -> list[float]:
-        """Seconds by which a collective that takes so many alone takes longer beside computing of each group.
-
-        Before each of its exchanges all wait for a thread that waits for a core: the delay in the mean, longer ones
-        exponentially rarer. What was sent in the one before is still on its way meanwhile, and hides as much of it.
-        """
+    def late_by(self, exchanges: int) -> list[float]:
+        """Seconds by which a collective of so many exchanges takes longer beside computing of each group: before each
+        all wait for a thread that waits for a core."""
         assert self.delay is not None
-        if not exchanges:
-            # An all-to-all in rounds of which one device alone has something: priced, and nothing is sent.
-            return [0.0] * len(self.delay)
-        each = self.delay.tolist()
-        return [d and d * (1.0 + (exchanges - 1) * exp(-seconds / exchanges / d)) for d in each]
+        return (exchanges * self.delay).tolist()
 
     @cached_property
     def longest(self) -> list[float]:

@@ -130,9 +130,8 @@ class Simulation:
         wait = list[float]()
         if tasks.delay is not None:
             wait = tasks.delay.tolist()
-            each = zip(tasks.machine, tasks.longest, strict=True)
-            late = lambda task, seconds: tasks.late_by(seconds, tasks.exchanges.get(task, 1))
-            delay = [late(task, s) if m is Machine.LINK else () for task, (m, s) in enumerate(each)]
+            late = lambda task: tasks.late_by(tasks.exchanges.get(task, 1))
+            delay = [late(task) if m is Machine.LINK else () for task, m in enumerate(tasks.machine)]
         return cls(
             tasks.machine, tasks.seconds.T.tolist(), tasks.users, [len(m) for m in tasks.makers], slower, delay, wait
         )

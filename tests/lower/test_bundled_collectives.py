@@ -77,7 +77,7 @@ def on_mesh(
     return [np.asarray(x) for x in run(*arrays)]
 
 
-LARGE = LoweringOptions(gloo_at_once_bytes=0, gloo_gathered_bytes=0, gloo_segment_bytes=20)
+LARGE = LoweringOptions(gloo_at_once_bytes=0, gloo_gathered_bytes=0)
 """What is small goes as what is large does."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
@@ -36,8 +37,8 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 AT_ONCE = LoweringOptions(gloo_gathered_bytes=0)
-# What is small goes as what is large does; no message is a multiple of a segment.
-LARGE = LoweringOptions(gloo_at_once_bytes=0, gloo_gathered_bytes=0, gloo_segment_bytes=700)
+# What is small goes as what is large does.
+LARGE = LoweringOptions(gloo_at_once_bytes=0, gloo_gathered_bytes=0)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -56,23 +57,46 @@ def test_as_jax(n: int, options: LoweringOptions) -> None:
         np.testing.assert_array_equal(got, wanted, err_msg=name)
 
 
-def sent(collective: Collective, n: int, nbytes: int) -> list[tuple[str, int]]:
-    """XLA's collectives, with the bytes that each takes, for one of so many bytes on each of `n` devices."""
+def collectives(collective: Collective, n: int, nbytes: int) -> list[Any]:
+    """XLA's collectives for one of so many bytes on each of `n` devices."""
     struct = jax.ShapeDtypeStruct((n, nbytes // 4), np.float32)
     spec = PartitionSpec("d")
     run = lambda x: collective(x, DEFAULT)
     mapped = jax.shard_map(run, mesh=first_devices(n), in_specs=spec, out_specs=spec, check_vma=False)
     inner = jax.make_jaxpr(mapped)(struct).eqns[0].params["jaxpr"]
     names = ("ppermute", "all_gather", "all_to_all", "psum", "reduce_scatter")
-    return [(e.primitive.name, e.invars[0].aval.size * 4) for e in inner.eqns if e.primitive.name in names]
+    return [e for e in inner.eqns if e.primitive.name in names]
 
 
-def test_segments() -> None:
-    """A large message goes in several, none of which is larger than a segment."""
-    segment = DEFAULT.gloo_segment_bytes
-    assert sent(lambda x, g: _gloo.psum_scatter(x, "d", 1, g), 2, 1 << 20) == [("ppermute", segment)] * 2
-    assert sent(lambda x, g: _gloo.all_to_all(x, "d", 1, 1, g), 2, 1 << 20) == [("ppermute", segment)] * 2
-    assert sent(lambda x, g: _gloo.all_gather(x, "d", 0, g), 2, 1 << 20) == [("all_gather", segment)] * 4
+def sent(collective: Collective, n: int, nbytes: int) -> list[tuple[str, int]]:
+    """Their names, with the bytes that each takes."""
+    return [(e.primitive.name, e.invars[0].aval.size * 4) for e in collectives(collective, n, nbytes)]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [bool, np.uint8, ml_dtypes.float8_e4m3fn, np.float16, ml_dtypes.bfloat16, np.int16, np.float32, np.complex64],
+)
+def test_swapped_blocks_have_all_their_bits(dtype: Any) -> None:
+    """The sign of zero too, and of a size that no word divides."""
+    x = np.random.default_rng(0).integers(0, 100, (2, 15)) / 7
+    x = (1j * x - x if dtype is np.complex64 else -x if dtype not in (bool, np.uint8) else x).astype(dtype)
+    x[0, :2] = 0
+    x[1, :2] = -x[0, :2] if dtype is not bool else True
+    run = lambda x: (_gloo.all_gather(x[0], "d", 0, LARGE), lax.all_gather(x[0], "d", axis=0, tiled=True))
+    spec = PartitionSpec("d")
+    mapped = jax.shard_map(run, mesh=first_devices(2), in_specs=spec, out_specs=spec, check_vma=False)
+    got, wanted = map(np.asarray, jax.jit(mapped)(x))
+    assert got.tobytes() == wanted.tobytes() == np.tile(x.reshape(-1), 2).tobytes()
+
+
+def test_two_devices_swap_large_blocks_by_their_sum() -> None:
+    """gloo's all-reduce alone has both directions at once."""
+    assert sent(lambda x, g: _gloo.psum_scatter(x, "d", 1, g), 2, 1 << 20) == [("psum", 1 << 19)]
+    assert sent(lambda x, g: _gloo.all_to_all(x, "d", 1, 1, g), 2, 1 << 20) == [("psum", 1 << 19)]
+    assert sent(lambda x, g: _gloo.all_gather(x, "d", 0, g), 2, 1 << 20) == [("psum", 1 << 20)]
+    ways = [name for name, _ in sent(lambda x, g: _gloo.all_to_all(x, "d", 1, 1, g), 4, 1 << 20)]
+    assert ways == ["ppermute", "psum", "ppermute"]
 
 
 def test_small_blocks_go_to_all_at_once() -> None:
@@ -92,26 +116,22 @@ ALL_HOSTS = {2: [()], 4: [(), ((0, 1), (2, 3)), ((0, 1, 2), (3,))]}
 
 @pytest.mark.parametrize(("n", "hosts"), [(n, hosts) for n, every in ALL_HOSTS.items() for hosts in every])
 def test_exchanges_are_counted_as_they_are_lowered(n: int, hosts: Hosts) -> None:
-    own = {"psum": 2 * (n - 1), "all_gather": n - 1}
-    if hosts:
-        # Within hosts of two and between two of them; where hosts are unlike, within ones of three.
-        own = {"psum": 2, "all_gather": 1}
+    def exchanges_of(e: Any) -> int:
+        size = max(map(len, e.params.get("axis_index_groups") or [range(n)]))
+        return {"psum": size, "all_gather": size - 1}.get(e.primitive.name, 1)
+
     for name, step in STEPS.items():
         if not step.communicates or step.recuts or step.balances or step.in_rounds or not step.goes_over(hosts):
             continue
         if bool(hosts) != (step.over != "positions"):
             continue
         source, target = O(1) if name == "broadcast" else P("sum"), O(1) if name == "reduce" else R
-        run = lambda x, gloo, step=step, ends=(source, target): exchange_first(
-            step, "d", x[0], *ends, gloo, as_it_is, hosts
+        run = lambda x, gloo, step=step, source=source, target=target: exchange_first(
+            step, "d", x[0], source, target, gloo, as_it_is, hosts
         )[None]
         for nbytes in (1 << 8, 1 << 17, 1 << 19, 5 << 17, 1 << 21):
-            made = [name for name, _ in sent(run, n, nbytes)]
-            wanted = sum(own.get(name, 1) for name in made)
-            if hosts == ((0, 1, 2), (3,)) and name == "hierarchical_all_reduce":
-                assert made == ["psum"] * 3
-                wanted = 4 + 2 + 4
-            assert exchanges(name, nbytes, n, hosts, DEFAULT) == wanted, (name, nbytes, made)
+            made = collectives(run, n, nbytes)
+            assert exchanges(name, nbytes, n, hosts, DEFAULT) == sum(map(exchanges_of, made)), (name, nbytes, made)
 
 
 def test_in_one_process_nothing_is_gloos() -> None:
