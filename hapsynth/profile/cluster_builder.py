@@ -90,9 +90,9 @@ class Builder:
         doubts += unsteady("all devices", wires)
         for family in dict.fromkeys(e.family for e in self.sent if e.step != BASE):
             entries = [e for e in self.sent if e.family == family]
-            times = [(float(e.nbytes), wires[e.key][0]) for e in entries]
-            doubts += falling("all devices", [e.key for e in entries], times)
-            if times[-1][1] <= 0:
+            times = [wires[e.key][0] for e in entries]
+            doubts += falling("all devices", [e.key for e in entries], [(t, 0.0) for t in times])
+            if times[-1] <= 0:
                 key = entries[-1].key
                 doubts.append(Implausible(f"{key} takes no longer than a program without it", (key,)))
         return doubts
@@ -130,7 +130,7 @@ class Builder:
         source = f"hapsynth profile, JAX {jax.__version__}, {platform.node()}"
         dtypes = list(dict.fromkeys(k.dtype for k in self.ran))
         kind = fit.kind(name, dtypes, memory, source)
-        if kind is None and not fit.points(STREAM, "float32"):
+        if kind is None and not any(k.family == STREAM for k in fit.kernels):
             raise ProfileError(
                 f"{name} has {nbytes(memory)} of memory, too little for the smallest array that its bandwidth is "
                 "measured with: end what else uses it, or give it more"

@@ -66,39 +66,40 @@ class KindFit:
     def __init__(self, kernels: Sequence[Kernel], times: Times) -> None:
         self.kernels = [k for k in kernels if k.key in times]
         self.times = times
-        self.dispatch = self._first(DISPATCH)
+        self.dispatch, self._dispatch_spread = next(
+            (times[k.key] for k in self.kernels if k.family == DISPATCH), (0.0, 0.0)
+        )
         launch = next((k for k in self.kernels if k.family == LAUNCH), None)
         self.overhead = 0.0 if launch is None else max(self.net(launch), 0.0)
         """Seconds of one more op in a program."""
 
-    def _first(self, family: str) -> float:
-        return next((self.times[k.key][0] for k in self.kernels if k.family == family), 0.0)
-
     def net(self, kernel: Kernel) -> float:
-        """Seconds of one op, without the dispatch; of computing kernels without the launches either."""
+        """Seconds of one op, without the dispatch, which has a launch in it; of computing kernels without the other
+        launches either."""
         seconds = self.times[kernel.key][0] - self.dispatch
-        if kernel.family != LAUNCH:
-            seconds -= self.overhead * kernel.launches
-        return seconds / kernel.repeats
+        if kernel.family == LAUNCH:
+            return seconds / (kernel.launches - 1)
+        return (seconds - self.overhead * (kernel.launches - 1)) / kernel.repeats
 
-    def points(self, family: str, dtype: str) -> list[tuple[float, float]]:
-        """(amount, seconds) of one op, in order of size."""
-        kernels = [k for k in self.kernels if (k.family, k.dtype) == (family, dtype)]
-        return [(k.amount, self.net(k)) for k in kernels]
+    def noise(self, kernel: Kernel) -> float:
+        """By how many seconds of an op `net` varies: it is the difference of two figures."""
+        whole, spread = self.times[kernel.key]
+        return (spread * whole + self._dispatch_spread * self.dispatch) / kernel.repeats
+
+    def measurable(self, family: str, dtype: str) -> list[Kernel]:
+        """In order of size. A time that is no longer than it varies by says nothing."""
+        alike = [k for k in self.kernels if (k.family, k.dtype) == (family, dtype)]
+        return [k for k in alike if self.net(k) > self.noise(k)]
 
     def curve(self, family: str, dtype: str) -> Curve | None:
-        """None where nothing took measurably long."""
-        return smooth([p for p in self.points(family, dtype) if p[1] > 0])
+        """Seconds of one op by its amount; None where nothing took measurably long."""
+        return smooth([(k.amount, self.net(k)) for k in self.measurable(family, dtype)])
 
     def ops(self) -> dict[str, MeasuredOp]:
-        """The ops that were measured by themselves. A time that is no longer than its figure varies by says nothing."""
-        measured: dict[str, MeasuredOp] = {}
-        for signature, op in dict.fromkeys((k.family, k.op) for k in self.kernels if k.op):
-            timed = [(k, *self.times[k.key]) for k in self.kernels if k.family == signature]
-            points = [(k.amount, self.net(k)) for k, whole, spread in timed if self.net(k) > spread * whole]
-            if curve := smooth(points):
-                measured[signature] = MeasuredOp(op, curve)
-        return measured
+        """The ops that were measured by themselves."""
+        ops = dict.fromkeys((k.family, k.dtype, k.op) for k in self.kernels if k.op)
+        curves = [(family, op, self.curve(family, dtype)) for family, dtype, op in ops]
+        return {signature: MeasuredOp(op, curve) for signature, op, curve in curves if curve}
 
     def kind(self, name: str, dtypes: Sequence[str], memory: int, source: str) -> DeviceKind | None:
         """None where the bandwidth or the rate of float32 matmuls came out as none at all."""
@@ -115,8 +116,8 @@ class KindFit:
     @property
     def bandwidth(self) -> float | None:
         """Bytes per second of the largest array that was streamed."""
-        streams = [(a, t) for a, t in self.points(STREAM, "float32") if t > 0]
-        return streams[-1][0] / streams[-1][1] if streams else None
+        streams = self.measurable(STREAM, "float32")
+        return streams[-1].amount / self.net(streams[-1]) if streams else None
 
 
 def typical_kind(kernels: Sequence[Kernel], figures: Mapping[str, Floats]) -> DeviceKind | None:

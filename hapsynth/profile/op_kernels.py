@@ -21,6 +21,7 @@ from hapsynth.graph.trace import trace
 from hapsynth.instructions.rules.window import chosen_given
 from hapsynth.search.analysis.op_class import amount_of, class_of
 
+_Sizes = tuple[int, ...]
 Operand = tuple[tuple[int, ...], float]
 """Shape, and the value of every element."""
 
@@ -73,7 +74,11 @@ _TOKENS, _HEAD = 128, 64
 
 def kernels(dtypes: Sequence[str], quick: bool) -> Iterator[Kernel]:
     """All that is measured on each device, families one after another, each from small to large. With tf32 among the
-    dtypes float32 is of full precision."""
+    dtypes, as on accelerators, float32 is of full precision, and `quick` sizes are those that take them long enough to
+    be told from the start of a program."""
+    few: Callable[[_Sizes, _Sizes], _Sizes] = lambda on_cpu, on_accelerator: (
+        on_accelerator if TF32 in dtypes else on_cpu
+    )
     yield Kernel(DISPATCH, "float32", 8, lambda x: x + 1, (((8,), 1.0),), 0.0, 1, 1)
     yield _repeated(LAUNCH, "float32", 8, lambda x, w: x @ w, (((8, 8), 1.0), ((8, 8), 1 / 8)), 2 * 8**3, 4 * _CHAIN)
     for size in (1 << 22, 1 << 24) if quick else (1 << 22, 1 << 24, 1 << 26):
@@ -84,15 +89,15 @@ def kernels(dtypes: Sequence[str], quick: bool) -> Iterator[Kernel]:
             precision = {TF32: lax.Precision.DEFAULT, "float32": lax.Precision.HIGHEST}.get(dtype)
         for rows, width in _LAYERS[:3] if quick else _LAYERS:
             yield _layer(dtype, rows, width, precision)
-        for batch in (2, 32) if quick else (2, 8, 32, 128, 512, 2048):
+        for batch in few((2, 32), (32, 512)) if quick else (2, 8, 32, 128, 512, 2048):
             yield _batch_matmul(dtype, batch, precision)
-        for batch in (1, 4) if quick else (1, 4, 16, 64, 256):
+        for batch in few((1, 4), (4, 64)) if quick else (1, 4, 16, 64, 256):
             yield _convolution(dtype, batch, precision)
         if dtype == TF32:
             continue
-        for batch in (1, 4) if quick else (1, 16, 64):
+        for batch in few((1, 4), (16, 64)) if quick else (1, 16, 64):
             yield _pooling(dtype, batch)
-        for size in (1 << 17,) if quick else (1 << 14, 1 << 17, 1 << 20, 1 << 23):
+        for size in few((1 << 17,), (1 << 23,)) if quick else (1 << 14, 1 << 17, 1 << 20, 1 << 23):
             yield _chain("elementwise", dtype, size, lambda x, w: x * w + (1 - w), 2 * _CHAIN)
             yield _chain("transcendental", dtype, size, lambda x, w: jnp.tanh(x + w), _CHAIN)
             yield _reduction(dtype, size)

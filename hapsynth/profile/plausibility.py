@@ -47,15 +47,14 @@ def unlikely(where: str, fit: KindFit) -> Iterator[Implausible]:
     """Rates that no device has."""
     usual = [k for k in fit.kernels if k.family not in (DISPATCH, LAUNCH) and not k.op]
     for family, dtype in dict.fromkeys((k.family, k.dtype) for k in usual):
-        points = fit.points(family, dtype)
-        keys = tuple(k.key for k in fit.kernels if (k.family, k.dtype) == (family, dtype))
-        amount, seconds = points[-1]
+        alike = [k for k in usual if (k.family, k.dtype) == (family, dtype)]
+        keys, largest, seconds = tuple(k.key for k in alike), alike[-1], fit.net(alike[-1])
         what, most = ("bytes", MOST_BYTES) if family == STREAM else ("FLOP", MOST_FLOPS)
-        if seconds <= 0:
-            yield Implausible(f"{keys[-1]} on {where} takes no longer than starting it", keys)
-        elif amount / seconds > most:
-            yield Implausible(f"{keys[-1]} on {where} makes {amount / seconds:.2g} {what}/s", keys)
-        yield from falling(where, keys, points)
+        if seconds < -fit.noise(largest):
+            yield Implausible(f"{largest.key} on {where} takes no longer than starting it", keys)
+        elif seconds > fit.noise(largest) and largest.amount / seconds > most:
+            yield Implausible(f"{largest.key} on {where} makes {largest.amount / seconds:.2g} {what}/s", keys)
+        yield from falling(where, keys, [(fit.net(k), fit.noise(k)) for k in alike])
     # An op of a user's may be small, and XLA may have a slower kernel for a part of it.
     for signature, op in fit.ops().items():
         if (rate := max(a / t for a, t in op.curve.points)) > MOST_FLOPS:
@@ -63,10 +62,11 @@ def unlikely(where: str, fit: KindFit) -> Iterator[Implausible]:
             yield Implausible(f"{op.op} ({signature}) on {where} makes {rate:.2g} FLOP/s", keys)
 
 
-def falling(where: str, keys: Sequence[str], points: Sequence[tuple[float, float]]) -> Iterator[Implausible]:
-    """Times that fall where the work grows; `keys`: the figure of each point."""
-    for i in range(1, len(points)):
-        (_, before), (_, after) = points[i - 1], points[i]
-        if 0 < after < MOST_FALL * before:
+def falling(where: str, keys: Sequence[str], times: Sequence[tuple[float, float]]) -> Iterator[Implausible]:
+    """Times that fall where the work grows, by more than they vary. `times`: seconds and by how many they vary, of each
+    figure in `keys`."""
+    for i in range(1, len(keys)):
+        (before, varies), (after, at_least) = times[i - 1], times[i]
+        if before > varies and 0 < max(after, at_least) < MOST_FALL * before:
             text = f"{keys[i]} on {where} takes {after:.2g} s, and the smaller {keys[i - 1]} {before:.2g} s"
             yield Implausible(text, (keys[i - 1], keys[i]))

@@ -29,8 +29,8 @@ from hapsynth.profile.collectives import _step, exchanges, fitted, link_of, ring
 from hapsynth.profile.contention import BESIDE, beside, delayed, delayed_by, small_gather
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical, typical_kind
-from hapsynth.profile.op_kernels import LAUNCH, STREAM, kernels
-from hapsynth.profile.plausibility import ProfileError, refusal
+from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, kernels
+from hapsynth.profile.plausibility import ProfileError, refusal, unlikely
 from hapsynth.profile.resume import State
 from hapsynth.profile.run import Options, _dtypes, _Measuring
 from hapsynth.profile.sampling import sampled
@@ -373,7 +373,8 @@ def test_times_are_made_to_rise() -> None:
 DOUBTS: dict[str, tuple[str, float, float, str]] = {
     "spread": ("matmul/float32/16777216", 1.0, 0.9, "matmul/float32/16777216 on cpu varies by 90%"),
     "no time": ("stream/float32/16777216", 0.0, 0.01, "takes no longer than starting it"),
-    "too fast": ("convolution/float32/4", START + 3 * OVERHEAD + 1e-8, 0.01, "FLOP/s"),
+    "to nothing": ("convolution/float32/4", START + 3 * OVERHEAD + 1e-8, 0.01, "convolution/float32/4 on cpu takes"),
+    "too fast": ("stream/float32/16777216", START + 8 * OVERHEAD + 5e-6, 0.0, "bytes/s"),
     "falls": ("batch_matmul/float32/32", 1.5e-4, 0.01, "batch_matmul/float32/32 on cpu takes"),
     "wires": ("all_gather/hap/1048576", 1e-5, 0.01, "takes no longer than a program without it"),
 }
@@ -387,6 +388,43 @@ def test_nonsense_is_doubted(key: str, seconds: float, spread: float, says: str)
     assert any(says in doubt.text for doubt in doubts)
     assert "run it again" in str(refusal(doubts, "c.partial"))
     assert "--force" in str(refusal(doubts, "c.partial"))
+
+
+def test_what_varies_more_than_it_takes_is_neither_doubted_nor_a_figure() -> None:
+    """A program of 100 us that varies by 1 %, as one of no work does, says nothing of an op of 1 us."""
+    ran, _, figures = figures_of(FakeJob([1.0]))
+    (chain,) = [k for k in ran if k.family == "elementwise"]
+    times = {key: (float(seconds), 0.01) for key, ((seconds, _),) in figures.items()}
+    took = lambda seconds: KindFit(ran, {**times, chain.key: (START + OVERHEAD + seconds, 0.01)})
+    for seconds in (-1e-6, 0.0, 1e-6):
+        fit = took(seconds)
+        assert list(unlikely("x", fit)) == []
+        assert fit.curve("elementwise", "float32") is None
+    (doubt,) = unlikely("x", took(-3e-6))
+    assert doubt.text == f"{chain.key} on x takes no longer than starting it"
+    curve = took(64e-6).curve("elementwise", "float32")
+    assert curve is not None
+    assert float(curve.seconds(chain.amount)) == pytest.approx(1e-6, rel=1e-5)
+    # Nor does a smaller size that varies so tell that times fall.
+    ran = [k for k in kernels(("float32",), quick=False) if k.family in ("dispatch", "launch", "elementwise")]
+    times = {k.key: (float(kernel_seconds(k)), 0.01) for k in ran}
+    smallest, second = [k.key for k in ran if k.family == "elementwise"][:2]
+    low, high = (START + OVERHEAD + seconds for seconds in (0.5e-6, 1.9e-6))
+    assert list(unlikely("x", KindFit(ran, {**times, smallest: (high, 0.01), second: (low, 0.01)}))) == []
+
+
+def test_quick_profiles_give_accelerators_enough_to_do() -> None:
+    """At 50 TFLOP/s and 1 TB/s every op takes longer than a program of 80 us varies, by 3 %."""
+    ran = list(kernels(("float32", "tf32"), quick=True))
+    working = [k for k in ran if k.family not in (DISPATCH, LAUNCH)]
+    times = {k.key: 80e-6 + 2e-6 * k.launches for k in ran}
+    for k in working:
+        # A chain reads and writes once.
+        read = k.nbytes / 1e12 * (1 if k.launches == 1 else k.repeats)
+        times[k.key] += read if k.family == STREAM else max(read, k.repeats * k.amount / 5e13)
+    fit = KindFit(ran, {key: (seconds, 0.03) for key, seconds in times.items()})
+    assert list(unlikely("x", fit)) == []
+    assert all(fit.measurable(k.family, k.dtype) for k in working)
 
 
 def test_sampling_goes_on_until_it_is_stable_or_out_of_time() -> None:

@@ -229,8 +229,8 @@ def test_what_takes_no_longer_than_figures_vary_is_no_curve(graph: Graph) -> Non
     }
     amounts = [k.amount for k in mine]
     assert points(0.01) == {mine[0].family: amounts}
-    # 2 ms and the start of 0.1 ms for an eighth, 16 ms for all.
-    assert points(0.96) == {mine[0].family: amounts[1:]}
+    # 2 ms and the start of 0.1 ms for an eighth, 16 ms for all; the start varies too.
+    assert points(0.95) == {mine[0].family: amounts[1:]}
     assert points(1.0) == {}
 
 

@@ -24,7 +24,7 @@ def kernel_seconds(kernel: Kernel, speed: Any = 1.0) -> Any:
     rate = BANDWIDTH if kernel.family == STREAM else RATE
     work = 0.0 if kernel.family in (DISPATCH, LAUNCH) else kernel.amount * kernel.repeats / rate
     work *= ITSELF if kernel.op else 1.0
-    return START + OVERHEAD * kernel.launches * (kernel.family != DISPATCH) + work / speed
+    return START + OVERHEAD * kernel.launches + work / speed
 
 
 def exchange_seconds(e: Exchange) -> float:
