@@ -1,6 +1,6 @@
 """The kernels that measure how fast a device is.
 
-A kernel repeats one op on its own result, so that nothing can be left out or run side by side; the values stay at 1.
+A kernel repeats one op on its own result, so that nothing can be left out or run side by side; values stay at 1 or 0.
 Sizes rise within a family, so that the later ones can be left out where they would take too long.
 """
 
@@ -28,10 +28,12 @@ Operand = tuple[tuple[int, ...], float]
 
 @dataclass(frozen=True)
 class Kernel:
-    """`fn` of `operands` runs `repeats` ops of `amount` FLOPs (`stream`: bytes) each, in `launches` kernels.
+    """`fn` of `operands` runs `repeats` ops of `amount` FLOPs (`stream`: bytes) each, in `launches` kernels: one of
+    each op, as plans count them, and those of the program around them.
 
     `dtype`: of its operands, or tf32 for products of float32 that are not precise. `op`: of a family that is an op's
-    signature, its name for a person. `result`: its shape, where that is not the first operand's.
+    signature, its name for a person. `result`: its shape, where that is not the first operand's. `in_place`: whether
+    the result takes the first operand's place, and is the first operand of the next run.
     """
 
     family: str
@@ -44,6 +46,7 @@ class Kernel:
     launches: int
     op: str = ""
     result: tuple[int, ...] | None = None
+    in_place: bool = False
 
     @property
     def key(self) -> str:
@@ -98,7 +101,7 @@ def kernels(dtypes: Sequence[str], quick: bool) -> Iterator[Kernel]:
         for batch in few((1, 4), (16, 64)) if quick else (1, 16, 64):
             yield _pooling(dtype, batch)
         for size in few((1 << 17,), (1 << 23,)) if quick else (1 << 14, 1 << 17, 1 << 20, 1 << 23):
-            yield _chain("elementwise", dtype, size, lambda x, w: x * w + (1 - w), 2 * _CHAIN)
+            yield _chain("elementwise", dtype, size, lambda x, w: x * w + w, 2 * _CHAIN)
             yield _chain("transcendental", dtype, size, lambda x, w: jnp.tanh(x + w), _CHAIN)
             yield _reduction(dtype, size)
 
@@ -109,12 +112,17 @@ def largest_matmul(ran: Sequence[Kernel]) -> Kernel | None:
 
 
 def _stream(size: int) -> Kernel:
-    """Reads and writes all of an array, again and again in the same memory: a loop, as a chain would be one kernel."""
+    """Reads and writes all of an array, again and again in the same memory: a loop, as a chain would be one kernel.
+
+    Of an operand that is to stay as it is, XLA makes a copy first, which takes as long as a pass.
+    """
 
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.fori_loop(0, 8, lambda _, x: x * w, x)
 
-    return Kernel(STREAM, "float32", size, fn, (((size,), 1.0), ((), 1.0)), 8.0 * size, 8, 8)
+    # The loop's counter is written once before it and once in each pass.
+    operands: tuple[Operand, ...] = (((size,), 1.0), ((), 1.0))
+    return Kernel(STREAM, "float32", size, fn, operands, 8.0 * size, 8, 2 * 8 + 1, in_place=True)
 
 
 def _repeated(
@@ -145,7 +153,8 @@ def _layer(dtype: str, rows: int, width: int, precision: lax.Precision | None) -
 
     operands: tuple[Operand, ...] = (((rows, width), 1.0), ((width, width), 1 / width))
     terms = rows * width * width
-    return Kernel("matmul", dtype, terms, fn, operands, 2.0 * terms, 6, 6)
+    # The weights' gradients are scaled, twice.
+    return Kernel("matmul", dtype, terms, fn, operands, 2.0 * terms, 6, 6 + 2)
 
 
 def _batch_matmul(dtype: str, batch: int, precision: lax.Precision | None) -> Kernel:
@@ -208,12 +217,12 @@ def _chain(family: str, dtype: str, size: int, op: Callable[..., Any], ops: int)
 
 
 def _reduction(dtype: str, size: int) -> Kernel:
-    """Sums of rows; each waits for the one before."""
+    """Sums of rows; each waits for the one before. Of zeros, or XLA would have to keep them from growing."""
 
     def fn(x: jax.Array, start: jax.Array) -> jax.Array:
         for _ in range(8):
-            start = (x + start[:1, None]).sum(axis=1) * (1 / size)
+            start = (x + start[:, None]).sum(axis=1)
         return start
 
     rows = max(size // 1024, 1)
-    return Kernel("reduction", dtype, size, fn, (((rows, size // rows), 1.0), ((rows,), 0.0)), float(size), 8, 8)
+    return Kernel("reduction", dtype, size, fn, (((rows, size // rows), 0.0), ((rows,), 0.0)), float(size), 8, 8)

@@ -13,7 +13,7 @@ import numpy as np
 from hapsynth import _files
 from hapsynth.profile.sampling import Floats
 
-_FORMAT = 1
+_FORMAT = 2
 """To be raised where a figure of the same key is measured otherwise."""
 
 
