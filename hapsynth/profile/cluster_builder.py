@@ -16,6 +16,7 @@ from hapsynth.cluster.curves import Curve
 from hapsynth.cluster.device_kinds import DeviceKind, kind_of
 from hapsynth.cluster.granularity import DEFAULT_GRANULARITY, GPU_GRANULARITY
 from hapsynth.cluster.links import Link
+from hapsynth.cluster.op_classes import OP_CLASSES
 from hapsynth.instructions.collectives import STEPS
 from hapsynth.profile.collectives import BASE, INSIDE, Axes, Exchange, Point, Points, link_of
 from hapsynth.profile.contention import BESIDE, delayed_by, of_contention, small_gather
@@ -96,6 +97,15 @@ class Builder:
                 key = entries[-1].key
                 doubts.append(Implausible(f"{key} takes no longer than a program without it", (key,)))
         return doubts
+
+    def unmeasured(self) -> list[str]:
+        """The classes of ops that were run and have no curve."""
+        return [
+            f"{family} in {dtype} on {name} takes no longer than it varies at any size: priced as if not measured"
+            for name, fit in zip(self.names, self.fits, strict=True)
+            for family, dtype in dict.fromkeys((k.family, k.dtype) for k in self.ran if k.family in OP_CLASSES)
+            if not fit.measurable(family, dtype)
+        ]
 
     def _waits(self) -> list[tuple[Exchange, float]]:
         """Seconds of one collective, without the program around it; those that there were."""

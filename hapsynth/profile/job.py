@@ -36,7 +36,7 @@ class Job:
         own_devices = jax.local_devices()[:per_process]
         self.first, self.lone = jax.process_index() == 0, jax.process_count() == 1
         described = json.dumps([platform.node(), _place(), [d.id for d in own_devices]])
-        rows = [json.loads(text) for text in self._texts(described)]
+        rows = [json.loads(text) for text in self.texts(described)]
         by_id = {d.id: d for d in jax.devices()}
         self.devices: list[Any] = [by_id[i] for _, _, ids in rows for i in ids]
         self.machines: list[str] = [machine for machine, _, ids in rows for _ in ids]
@@ -82,9 +82,9 @@ class Job:
 
     def shared(self, text: str) -> str:
         """The first process's text, in all."""
-        return self._texts(text)[0]
+        return self.texts(text)[0]
 
-    def _texts(self, text: str) -> list[str]:
+    def texts(self, text: str) -> list[str]:
         """Every process's text."""
         if self.lone:
             return [text]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from hapsynth.cluster.op_classes import OP_CLASSES
 from hapsynth.profile.kind_fit import KindFit, Times
-from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM
+from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel
 
 MOST_SPREAD = 0.5
 """As `sampled` has it."""
@@ -60,6 +61,15 @@ def unlikely(where: str, fit: KindFit) -> Iterator[Implausible]:
         if (rate := max(a / t for a, t in op.curve.points)) > MOST_FLOPS:
             keys = tuple(k.key for k in fit.kernels if k.family == signature)
             yield Implausible(f"{op.op} ({signature}) on {where} makes {rate:.2g} FLOP/s", keys)
+
+
+def lacking(failed: Mapping[str, str], ran: Sequence[Kernel]) -> Iterator[Implausible]:
+    """What plans are priced by and was not measured at any size, as it failed. `failed`: figure -> how."""
+    measured = {(k.family, k.dtype) for k in ran}
+    for family in (*OP_CLASSES, DISPATCH, LAUNCH, STREAM):
+        keys = tuple(key for key in failed if key.startswith(f"{family}/float32/"))
+        if keys and (family, "float32") not in measured:
+            yield Implausible(f"there is no figure of {family} in float32, as {failed[keys[0]]}", keys)
 
 
 def falling(where: str, keys: Sequence[str], times: Sequence[tuple[float, float]]) -> Iterator[Implausible]:

@@ -29,7 +29,7 @@ from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import typical_kind
 from hapsynth.profile.measured_ops import MOST_OPS, MOST_OPS_QUICK, Ops
 from hapsynth.profile.op_kernels import TF32, Kernel, kernels, largest_matmul
-from hapsynth.profile.plausibility import ProfileError, refusal
+from hapsynth.profile.plausibility import ProfileError, lacking, refusal
 from hapsynth.profile.resume import State, packed, unpacked
 from hapsynth.profile.sampling import Floats, sampled
 
@@ -66,8 +66,8 @@ def profile(
 
     `graph`: of a function (`hapsynth.graph.trace`), the same in all processes, whose heavy ops are measured too.
     `partial`: the file that keeps what has been measured until all has been. `tell` is called with what is being
-    measured, `note` with what a person should know. Raises ProfileError for figures that can't be true, unless `force`,
-    and for axes that don't fit the devices.
+    measured, `note` with what a person should know, such as what failed. Raises ProfileError for figures that can't be
+    true and ops of float32 that all failed, unless `force`, and for axes that don't fit the devices.
     """
     axes = options.axes or ((DEFAULT_AXIS, job.n),)
     shape = " x ".join(f"{name}={size}" for name, size in axes)
@@ -83,7 +83,9 @@ def profile(
     state = State(partial if job.first else None, job.fingerprint(asdict(options)))
     if text := state.load():
         note(text)
-    state.figures = unpacked(json.loads(job.shared(json.dumps(packed(state.figures)))))
+    known = unpacked(json.loads(job.shared(json.dumps(packed(state.figures)))))
+    # What failed is tried again, and says why if it fails again.
+    state.figures = {key: rows for key, rows in known.items() if np.isfinite(rows).all()}
     limits = [m for m in job.memory() if m > 0]
     measuring = _Measuring(job, options, state, tell, min(limits, default=1 << 62))
     ran = measuring.kernels(list(kernels(_dtypes(job, options), options.quick)))
@@ -91,9 +93,11 @@ def profile(
     sent = measuring.exchanges(list(exchanges(axes, job.hosts, options.quick)) if job.n > 1 else [])
     if not measuring.beside(ran, sent) and not job.lone:
         note("how much collectives slow computing down can't be measured here: no contention is written")
+    for text in measuring.failed.values():
+        note(f"{text}; not measured anywhere")
     # Now that much has been compiled and run: a CPU's process has grown by that, and will for a plan.
     builder = Builder(job, axes, ran, sent, state.figures, job.memory())
-    doubts = builder.doubts()
+    doubts = [*builder.doubts(), *lacking(measuring.failed, ran)]
     try:
         if doubts and not force:
             raise refusal(doubts, str(partial or ""))
@@ -103,6 +107,8 @@ def profile(
         doubted = {key for doubt in doubts for key in doubt.keys}
         state.drop([key for key in state.figures if key in doubted or of_contention(key)])
         raise
+    for text in builder.unmeasured():
+        note(text)
     for doubt in doubts:
         note(f"saved all the same: {doubt.text}")
     return cluster
@@ -121,6 +127,11 @@ def _heavy(
     return list(ops.kernels(chosen, job.n, job.devices[job.local[0]].platform, options.quick))
 
 
+def _first_line(error: Exception) -> str:
+    name = type(error).__name__
+    return f"{name}: {str(error).splitlines()[0]}" if str(error) else name
+
+
 def _dtypes(job: Job, options: Options) -> tuple[str, ...]:
     if job.devices[0].platform == "cpu":
         always, usual = ("float32",), ()
@@ -136,6 +147,8 @@ class _Measuring:
 
     def __init__(self, job: Job, options: Options, state: State, tell: Callable[[str], None], memory: int) -> None:
         self.job, self.options, self.state, self.tell, self.memory = job, options, state, tell, memory
+        self.failed: dict[str, str] = {}
+        """Figure -> the first process's error and which processes had one."""
 
     def kernels(self, wanted: Sequence[Kernel]) -> list[Kernel]:
         """Those that were measured: all but the ones that take too long or too much memory."""
@@ -201,17 +214,22 @@ class _Measuring:
             return
         self.tell(f"{len(self.state.figures)} {key}{op and f' {op}'}")
         once: Callable[[], Floats] | None = None
+        problem = ""
         try:
             once = compiled()
             once()
-        except (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError):
-            once = None
+        except (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            once, problem = None, _first_line(error)
         # What one device can't run, or has no room for, is no figure of any.
         if self.job.agree(once is not None) and once is not None:
             o = self.options
             seconds, spread = sampled(once, self.job.least, o.tolerance, o.limit_s, o.window_s)
             self._keep(key, np.stack([seconds, spread], axis=1))
         else:
+            kind = self.job.devices[self.job.local[0]].device_kind
+            said = [json.loads(text) for text in self.job.texts(json.dumps([kind, problem]))]
+            where = [f"{kind} (process {i})" for i, (kind, text) in enumerate(said) if text]
+            self.failed[key] = f"{key} fails on {', '.join(where)}: {next(text for _, text in said if text)}"
             self._keep(key, np.full((len(self.job.local), 2), np.nan))
 
     def _keep(self, key: str, seconds: Floats) -> None:

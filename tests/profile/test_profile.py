@@ -31,7 +31,7 @@ from hapsynth.profile.contention import BESIDE, beside, delayed, delayed_by, sma
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical, typical_kind
 from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, kernels
-from hapsynth.profile.plausibility import ProfileError, refusal, unlikely
+from hapsynth.profile.plausibility import ProfileError, lacking, refusal, unlikely
 from hapsynth.profile.resume import State
 from hapsynth.profile.run import Options, _dtypes, _Measuring
 from hapsynth.profile.sampling import sampled
@@ -49,8 +49,9 @@ class FakeJob:
         self.machines = ["m"] * self.n
         self.ran: list[str] = []
 
-    agree, least = staticmethod(bool), staticmethod(float)
+    agree, least, shared = staticmethod(bool), staticmethod(float), staticmethod(str)
     gather = staticmethod(np.asarray)
+    texts = staticmethod(lambda text: [text])
 
     def runner(self, kernel: Any, only: Any = None) -> Any:
         self.ran.append(kernel.key)
@@ -406,6 +407,14 @@ def test_nonsense_is_doubted(key: str, seconds: float, spread: float, says: str)
     assert "--force" in str(refusal(doubts, "c.partial"))
 
 
+def test_ops_that_take_no_time_are_named() -> None:
+    ran, _, figures = figures_of(FakeJob([1.0]))
+    (chain,) = [k.key for k in ran if k.family == "elementwise"]
+    assert built(FakeJob([1.0])).unmeasured() == []
+    (said,) = built(FakeJob([1.0]), {chain: figures["dispatch/float32/8"]}).unmeasured()
+    assert said.startswith("elementwise in float32 on cpu takes no longer than it varies")
+
+
 def test_what_varies_more_than_it_takes_is_neither_doubted_nor_a_figure() -> None:
     """A program of 100 us that varies by 1 %, as one of no work does, says nothing of an op of 1 us."""
     ran, _, figures = figures_of(FakeJob([1.0]))
@@ -523,12 +532,20 @@ def test_what_one_device_cannot_run_is_no_figure() -> None:
     class Refusing(FakeJob):
         def runner(self, kernel: Any, only: Any = None) -> Any:
             if kernel.family == "convolution":
-                raise NotImplementedError
+                raise NotImplementedError("no cuDNN\nat all")
             return super().runner(kernel, only)
 
     wanted = list(kernels(("float32",), quick=True))
-    ran = _Measuring(Refusing([1.0]), Options(), State(None, ""), lambda _: None, 1 << 40).kernels(wanted)  # type: ignore[arg-type]
+    measuring = _Measuring(Refusing([1.0]), Options(), State(None, ""), lambda _: None, 1 << 40)  # type: ignore[arg-type]
+    ran = measuring.kernels(wanted)
     assert {k.family for k in wanted} - {k.family for k in ran} == {"convolution"}
+    said = "convolution/float32/1 fails on cpu (process 0): NotImplementedError: no cuDNN"
+    assert measuring.failed == {"convolution/float32/1": said}
+    (doubt,) = lacking(measuring.failed, ran)
+    assert doubt == (f"there is no figure of convolution in float32, as {said}", ("convolution/float32/1",))
+    # Larger ones may fail, and other dtypes.
+    smaller = [k for k in wanted if k.key == "convolution/float32/1"]
+    assert not [*lacking({"convolution/float32/4": "x"}, smaller), *lacking({"convolution/float16/1": "x"}, ran)]
     fit = KindFit(ran, {k.key: (1.0 + k.amount / 1e9, 0.0) for k in ran})
     kind = fit.kind("x", ["float32"], 1 << 30, "")
     assert kind is not None
@@ -637,6 +654,38 @@ def test_refused_figures_are_measured_again(
     left = json.loads((tmp_path / "c.toml.partial").read_text())["figures"]
     # Nor is what may have been measured otherwise by another figure.
     assert list(left) == [k.key for k in list(kernels(("float32",), True))[2:6:2]]
+
+
+def test_what_fails_is_told_and_saved_only_if_forced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = {k.key: k for k in kernels(("float32",), True)}
+    few = (
+        "dispatch/float32/8",
+        "launch/float32/8",
+        "stream/float32/4194304",
+        "matmul/float32/16777216",
+        "pooling/float32/1",
+    )
+    monkeypatch.setattr("hapsynth.profile.run.kernels", lambda *_: [every[key] for key in few])
+    modelled_profile.install(monkeypatch.setattr)
+    modelled = Job.runner
+
+    def runner(job: Job, kernel: Any, only: Any = None) -> Any:
+        if kernel.family == "pooling":
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such op\nat 0x0")
+        return modelled(job, kernel, only)
+
+    monkeypatch.setattr(Job, "runner", runner)
+    asked = ["profile", "-o", str(tmp_path / "c.toml"), "--quick", "--devices", "1"]
+    failure = "pooling/float32/1 fails on cpu (process 0): JaxRuntimeError: UNIMPLEMENTED: no such op"
+    for given, code in (([], 2), (["--force"], 0)):
+        assert main([*asked, *given]) == code
+        said = capsys.readouterr().err
+        assert f"{failure}; not measured anywhere" in said
+        assert f"there is no figure of pooling in float32, as {failure}" in said
+        assert (tmp_path / "c.toml").exists() == (code == 0)
+    assert "pooling" not in Cluster.load(tmp_path / "c.toml").kinds[0].measured
 
 
 @pytest.mark.parametrize(
