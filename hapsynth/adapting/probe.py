@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -21,6 +22,9 @@ from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.program_cost import device_seconds
 
 logger = logging.getLogger(__name__)
+
+_AHEAD_S, _MOST_AHEAD = 0.02, 100
+"""Predicted seconds of runs that an accelerator is given before they are waited for, and how many at most."""
 
 Run = tuple[Any, Callable[[], list[Any]]]
 """A function, and the maker of its operands."""
@@ -103,16 +107,25 @@ class Probe:
         """Measured over predicted seconds, the mean over at least `least_s` seconds; 1 where there is nothing to do.
 
         Nothing else may run on the devices. A quota stops a process for tens of milliseconds at a time, so `least_s`
-        should be some tenths of a second at least.
+        should be some tenths of a second at least. On an accelerator the next runs are there when one ends: a step
+        starts once, and no prediction is of the starting.
         """
         if not self._runs or not self.predicted_s:
             return 1.0
+        assert self.plan.mesh is not None
+        ahead = 1
+        if self.plan.mesh.local_devices[0].platform != "cpu":
+            ahead = min(math.ceil(_AHEAD_S / self.predicted_s), _MOST_AHEAD)
         with _jax.no_mesh(), _jax.unlooked():
             runs = [(run, operands()) for run, operands in self._runs]
-            once = lambda: jax.block_until_ready([run(*values) for run, values in runs])
-            once()
+            once = lambda: [run(*values) for run, values in runs]
+            jax.block_until_ready(once())
             rounds, began = 0, perf_counter()
             while (passed := perf_counter() - began) < least_s or not rounds:
-                once()
-                rounds += 1
+                made: list[Any] = []
+                for _ in range(ahead):
+                    # Nothing is kept of those before, which are done when this is.
+                    made = once()
+                jax.block_until_ready(made)
+                rounds += ahead
         return passed / rounds / self.predicted_s

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -441,6 +443,27 @@ def test_a_probe_runs_what_each_device_computes(plan: Plan, monkeypatch: pytest.
         # Nothing is sent.
         assert not re.search(COLLECTIVE, run.as_text())
     assert re.search(COLLECTIVE, new.lower().compile().as_text())
+
+
+@pytest.mark.parametrize(
+    ("platform", "predicted_s", "ahead"), [("cpu", 1e-3, 1), ("gpu", 1e-3, 20), ("gpu", 1e-6, 100), ("gpu", 1.0, 1)]
+)
+def test_accelerators_are_given_several_runs_before_they_are_waited_for(
+    platform: str, predicted_s: float, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wait adds what starting the next run takes, which would look like a slow device."""
+    runs, waits = itertools.count(), itertools.count()
+    probe = Probe.__new__(Probe)
+    device = SimpleNamespace(platform=platform)
+    probe.plan = SimpleNamespace(mesh=SimpleNamespace(local_devices=[device]))  # type: ignore[assignment]
+    probe._runs, probe.predicted_s = [(lambda: next(runs), list)], predicted_s
+    monkeypatch.setattr("jax.block_until_ready", lambda x: next(waits))
+    # Before it, and around each round.
+    ticks = itertools.count()
+    monkeypatch.setattr("hapsynth.adapting.probe.perf_counter", lambda: float(next(ticks)))
+    slowdown = probe.slowdown(2.5)
+    assert (next(runs), next(waits)) == (1 + 2 * ahead, 3)
+    assert slowdown == pytest.approx(3 / (2 * ahead) / predicted_s)
 
 
 @pytest.mark.parametrize("why", ["no room", "no memory left", "new state beside the old", "a while loop"])
