@@ -236,7 +236,8 @@ class Cluster:
 
     def plus(self, kind: str, n: int) -> "Cluster":
         """The cluster with `n` more devices of one kind, after those there are, in new hosts as full as the fullest
-        with that kind, with its links; of a cluster that `is_closed`, in its host. Raises ClusterError where there are
+        with that kind, with its links; of a cluster that `is_closed`, in its host. The first mesh axis is the longer
+        where they make whole rows of the others; else there is one axis over all. Raises ClusterError where there are
         none of that kind, or `n` is below 1."""
         here = self._of_kind(kind)
         if n < 1:
@@ -247,7 +248,10 @@ class Cluster:
         own = {**self.host_links, **(dict.fromkeys(new, self._own(fullest)) if fullest in self.host_links else {})}
         hosts = [*self.hosts[: here[-1] + 1], *new, *self.hosts[here[-1] + 1 :]]
         devices = tuple(self.devices[i] for i in order)
-        axes = ((self.axes[0][0] if len(self.axes) == 1 else DEFAULT_AXIS, len(order)),)
+        ((major, rows), *others) = self.axes
+        row = self.n // rows
+        whole = n % row == 0 and (here[-1] + 1) % row == 0
+        axes = ((major, rows + n // row), *others) if whole else ()
         name = f"{self.name} plus {n} {kind}"
         # What was measured among fewer devices says nothing of these.
         changed = {"devices": devices, "hosts": tuple(hosts), "axes": axes, "host_links": own}

@@ -15,7 +15,8 @@ from hapsynth.whatif.remedies import Remedy
 
 
 def advice_record(variants: Sequence[Variant]) -> dict[str, Any]:
-    """The field "advice" of `search --advise --json`. `speedup`: over the cluster as it is, by the same model."""
+    """The field "advice" of `search --advise --json`. `speedup`: over the cluster as it is, by the same model.
+    `cost_s`: at that speedup; `modelled_s`: as planned, where collectives are modelled and those as it is measured."""
     base = base_variant(variants)
     return {
         "clusters": [
@@ -23,10 +24,11 @@ def advice_record(variants: Sequence[Variant]) -> dict[str, Any]:
                 "change": v.change,
                 "devices": dict(Counter(device.name for device in v.cluster.devices)),
                 "network_bytes_per_s": slower_link(v.cluster).bandwidth,
-                "cost_s": None if v.cost_s is None else finite(v.cost_s),
+                "cost_s": None if (step_s := v.comparable_s(base)) is None else finite(step_s),
+                "modelled_s": None if v.cost_s is None or v.modelled_s is None else finite(v.cost_s),
                 "gap": v.gap,
                 "speedup": _speedup(v, base),
-                "price_per_step": v.price,
+                "price_per_step": v.price(base),
                 **({"message": v.problem} if v.problem else {}),
             }
             for v in variants
@@ -39,14 +41,15 @@ def print_advice(out: Console, variants: Sequence[Variant]) -> None:
     """The clusters as a table, fastest first, and the conclusion in words."""
     base = base_variant(variants)
     out.print(heading("Other clusters, the same work"))
-    priced = any(v.price is not None for v in variants)
+    prices = [v.price(base) for v in variants]
+    priced = any(price is not None for price in prices)
     rows: list[list[str]] = []
-    for v in variants:
-        time = "nothing fits" if v.cost_s is None else seconds(v.cost_s)
+    for v, price in zip(variants, prices, strict=True):
+        time = "nothing fits" if (step_s := v.comparable_s(base)) is None else seconds(step_s)
         times = _speedup(v, base)
         speedup = "-" if times is None else f"{times:.2f}x"
-        price = [] if not priced else ["-" if v.price is None else f"{v.price:.3g}"]
-        rows.append([v.change, plural(v.cluster.n, "device"), time, speedup, *price])
+        cell = [] if not priced else ["-" if price is None else f"{price:.3g}"]
+        rows.append([v.change, plural(v.cluster.n, "device"), time, speedup, *cell])
     out.print(Table(["cluster", "devices", "step time", "speedup", *(["price of a step"] if priced else [])], rows))
     for sentence in sentences(variants):
         out.print(sentence)

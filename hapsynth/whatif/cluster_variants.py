@@ -16,6 +16,8 @@ from hapsynth.plan import Plan
 from hapsynth.search.planning.planner import InfeasibleError
 
 _NETWORKS = (0.5, 2.0, 10.0)
+_ONE_AXIS = ", on one mesh axis"
+"""Of what is left or comes of several axes and makes no mesh of them."""
 _SAME = 1e-3
 """Step times that differ by less than this fraction are the same."""
 
@@ -25,8 +27,7 @@ class Variant:
     """The best plan on one cluster. `dropped`: the kind that it lacks. `cost_s`: None where nothing fits, and why in
     `problem`. `left_out`: kinds that the plan does not use, `with_all_s`: seconds of the best program found that does.
     `modelled_s`: of the cluster as it is by modelled collectives, where those measured on it say nothing of this one:
-    what this compares with, as no measured time does with a modelled one. `price`: of a step, None where a device has
-    no price."""
+    what this compares with, as no measured time does with a modelled one."""
 
     change: str
     cluster: Cluster
@@ -38,19 +39,17 @@ class Variant:
     with_all_s: float | None = None
     modelled_s: float | None = None
 
-    def scale(self, base: Variant) -> float:
-        """The factor by which its seconds compare with those of the cluster as it is."""
-        return 1.0 if self.modelled_s is None or base.cost_s is None else base.cost_s / self.modelled_s
-
     def comparable_s(self, base: Variant) -> float | None:
         """Seconds of a step, to be compared with those of the cluster as it is."""
-        return None if self.cost_s is None else self.cost_s * self.scale(base)
+        if self.cost_s is None or self.modelled_s is None or base.cost_s is None:
+            return self.cost_s
+        return self.cost_s * base.cost_s / self.modelled_s
 
-    @property
-    def price(self) -> float | None:
-        prices = [device.price_per_hour for device in self.cluster.devices]
+    def price(self, base: Variant) -> float | None:
+        """Of a step of those seconds, None where a device has no price."""
+        prices, step_s = [device.price_per_hour for device in self.cluster.devices], self.comparable_s(base)
         known = [p for p in prices if p is not None]
-        return None if self.cost_s is None or len(known) < len(prices) else sum(known) * self.cost_s / 3600
+        return None if step_s is None or len(known) < len(prices) else sum(known) * step_s / 3600
 
 
 def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster, str | None]]:
@@ -58,19 +57,25 @@ def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster, str | None]]:
     count = Counter(device.name for device in cluster.devices)
     for kind, n in count.items():
         if len(count) > 1:
-            yield f"without the {n} {kind}", cluster.without(kind), kind
+            less = cluster.without(kind)
+            yield _named(f"without the {n} {kind}", cluster, less), less, kind
     for kind, n in count.items():
         placed = zip(cluster.devices, cluster.hosts, strict=True)
         per_host = max(Counter(host for device, host in placed if device.name == kind).values())
         for more in sorted({per_host, n}):
-            yield with_more(cluster, kind, more), cluster.plus(kind, more), None
+            yield *with_more(cluster, kind, more), None
     for factor in _NETWORKS if cluster.n > 1 else ():
         yield f"with {factor:g}x the network bandwidth", cluster.scaled_network(factor), None
 
 
-def with_more(cluster: Cluster, kind: str, n: int) -> str:
-    """`Cluster.plus` in words."""
-    return f"with {n} more {kind}{' in the same host' if cluster.is_closed else ''}"
+def with_more(cluster: Cluster, kind: str, n: int) -> tuple[str, Cluster]:
+    """`Cluster.plus`, in words and the cluster itself."""
+    more = cluster.plus(kind, n)
+    return _named(f"with {n} more {kind}{' in the same host' if cluster.is_closed else ''}", cluster, more), more
+
+
+def _named(change: str, cluster: Cluster, changed: Cluster) -> str:
+    return change + (_ONE_AXIS if len(changed.axes) < len(cluster.axes) else "")
 
 
 def advise(plan: Plan, planned: Callable[[Cluster], Plan], tell: Callable[[str], None]) -> list[Variant]:
@@ -117,7 +122,7 @@ def sentences(variants: Sequence[Variant]) -> list[str]:
     for v in variants:
         if v.dropped is None or (cost_s := v.comparable_s(base)) is None:
             continue
-        what = v.change.removeprefix("without ")
+        what = v.change.removeprefix("without ").removesuffix(_ONE_AXIS)
         with_all = base.with_all_s if v.dropped in base.left_out and base.with_all_s is not None else base.cost_s
         times = f"{seconds(cost_s)} a step without, {seconds(with_all)} with"
         if v.dropped in base.left_out:
@@ -126,13 +131,13 @@ def sentences(variants: Sequence[Variant]) -> list[str]:
             said.append(f"{what} make this slower: leave them out ({times})")
         elif cost_s <= base.cost_s * (1 + _SAME):
             said.append(f"{what} don't help: they can be used for something else ({times})")
-    priced = [(price * v.scale(base), v) for v in variants if (price := v.price) is not None]
-    if priced and base.price:
+    priced = [(price, v) for v in variants if (price := v.price(base)) is not None]
+    if priced and (now := base.price(base)):
         price, cheapest = min(priced, key=lambda pair: pair[0])
-        if price < base.price * (1 - _SAME):
-            said.append(f"a step is cheapest {cheapest.change}: {price:.3g} instead of {base.price:.3g}")
+        if price < now * (1 - _SAME):
+            said.append(f"a step is cheapest {cheapest.change}: {price:.3g} instead of {now:.3g}")
         else:
-            said.append(f"a step is cheapest as it is: {base.price:.3g}")
+            said.append(f"a step is cheapest as it is: {now:.3g}")
     return said
 
 

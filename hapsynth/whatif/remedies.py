@@ -125,9 +125,9 @@ def _more_devices(lacking: Shortage, kind: str, tell: Callable[[str], None]) -> 
     per_host = max(Counter(here).values())
 
     def attempt(hosts: int) -> Remedy:
-        change = with_more(lacking.cluster, kind, hosts * per_host)
+        change, cluster = with_more(lacking.cluster, kind, hosts * per_host)
         tell(change)
-        return lacking.tried(change, cluster=lacking.cluster.plus(kind, hosts * per_host))
+        return lacking.tried(change, cluster=cluster)
 
     there = max(len(here) // per_host, 1)
     short, hosts, needs = 0, there, lacking.needs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -21,7 +22,8 @@ from hapsynth.api import synthesize
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
 from hapsynth.cluster.curves import Curve
-from hapsynth.report.what_if import advice_record
+from hapsynth.report.tables import console
+from hapsynth.report.what_if import advice_record, print_advice
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.whatif import cluster_variants
 from hapsynth.whatif.cluster_variants import Variant, advise, changes, sentences
@@ -77,7 +79,7 @@ def test_a_kind_that_is_in_the_way_is_to_be_left_out() -> None:
     # Planned as any other cluster: no more than that, and no less.
     again = synthesize(step, (f32(512, 512), f32(4096, 512)), plan.cluster.without("slow"))
     assert without.cost_s == pytest.approx(again.cost, rel=1e-12)
-    assert without.price == pytest.approx(6.0 * again.cost / 3600)
+    assert without.price(base) == pytest.approx(6.0 * again.cost / 3600)
     costs = [v.cost_s for v in variants]
     assert costs == sorted(costs, key=lambda c: c or 0.0)
     assert any(s.startswith("the 1 slow would make this slower: the plan leaves them out") for s in sentences(variants))
@@ -97,7 +99,12 @@ def test_no_measured_time_is_compared_with_a_modelled_one() -> None:
     variants = advise(plan, planned, lambda _: None)
     found = {row["change"]: row for row in advice_record(variants)["clusters"]}
     more = found["with 2 more slow, collectives by the model"]
-    assert more["speedup"] == pytest.approx(modelled.cost / more["cost_s"])
+    assert (
+        more["speedup"]
+        == pytest.approx(modelled.cost / more["modelled_s"])
+        == pytest.approx(plan.cost / more["cost_s"])
+    )
+    assert found["as it is"]["modelled_s"] is None
     assert found["with 10x the network bandwidth"]["speedup"] > 1
 
 
@@ -112,6 +119,42 @@ def test_what_is_left_of_a_measured_cluster_is_compared_as_it_is() -> None:
     assert found["without the 1 slow"] == 5.0
     assert found["with 1 more slow, collectives by the model"] == 1.0
     assert "the 1 slow make this slower: leave them out (2.000 s a step without, 10.000 s with)" in sentences(variants)
+
+
+def test_times_and_prices_are_compared_as_speedups_are() -> None:
+    """A modelled step is half as long as a measured one: of a third device it brings, and costs, as much of that."""
+    base = Variant("as it is", cluster(FAST, SLOW), 1.0)
+    more = Variant("with 1 more slow", cluster(FAST, SLOW, SLOW), 0.45, modelled_s=0.5)
+    row = advice_record([base, more])["clusters"][1]
+    assert (row["cost_s"], row["modelled_s"], row["speedup"]) == pytest.approx((0.9, 0.45, 1 / 0.9))
+    assert row["price_per_step"] == pytest.approx(5 * 0.9 / 3600)
+    out = io.StringIO()
+    print_advice(console(out), [base, more])
+    text = out.getvalue()
+    assert re.search(r"with 1 more slow +3 devices +900.000 ms +1.11x +0.00125", text)
+    assert "a step is cheapest as it is: 0.00111" in text
+
+
+def test_several_mesh_axes_are_kept_or_said_to_be_one() -> None:
+    grid = replace(cluster(FAST, FAST, SLOW, SLOW), axes=(("data", 2), ("model", 2)))
+    found = {change: c.axes for change, c, _ in changes(grid) if "network" not in change}
+    assert found == {
+        "without the 2 fast": (("data", 1), ("model", 2)),
+        "without the 2 slow": (("data", 1), ("model", 2)),
+        "with 1 more fast, on one mesh axis": (("hap", 5),),
+        "with 2 more fast": (("data", 3), ("model", 2)),
+        "with 1 more slow, on one mesh axis": (("hap", 5),),
+        "with 2 more slow": (("data", 3), ("model", 2)),
+    }
+    # Rows that would be of other devices than before, and what is left of a row.
+    uneven = replace(cluster(FAST, SLOW, SLOW, SLOW), axes=(("data", 2), ("model", 2)))
+    axes = {change: c.axes for change, c, _ in changes(uneven)}
+    assert axes["with 1 more fast, on one mesh axis"] == (("hap", 5),)
+    assert uneven.plus("fast", 2).axes == (("hap", 6),)
+    assert "without the 1 fast, on one mesh axis" in axes
+    slower = Variant("without the 1 fast, on one mesh axis", uneven.without("fast"), 0.5, 0.0, "fast")
+    said = sentences([Variant("as it is", uneven, 1.0), slower])
+    assert said[0].startswith("the 1 fast make this slower: leave them out")
 
 
 def test_what_is_said() -> None:
