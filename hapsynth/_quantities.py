@@ -38,6 +38,11 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction + 0.0:.2f} %" if abs(fraction) >= 5e-5 else "0.00 %"
 
 
+def is_known(bound_s: float, cost_s: float) -> bool:
+    """Whether there is a lower bound on a cost, and so a gap: none is held as 0."""
+    return bound_s > 0 or not cost_s
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hapsynth._quantities import finite, percent, plural, seconds
+from hapsynth._quantities import finite, is_known, percent, plural, seconds
 from hapsynth.report.json_records import SEVERAL_SCHEMA, costs_of, search_record
 from hapsynth.report.summary import print_summary
 from hapsynth.report.tables import Table, heading
@@ -58,7 +58,8 @@ def print_several(out: Console, plans: Plans, *, listing: bool = False) -> None:
     whole = sum(graph.values[v].nbytes for v in values)
     out.print(f"\nstate          {plural(len(values), 'array')}, {percent(cut / max(whole, 1))} of the bytes cut")
     out.print(f"step time      {seconds(plans.cost)} predicted, of each as often as it is called")
-    out.print(f"lower bound    {seconds(plans.lower_bound)} with any state that all share, gap {percent(plans.gap)}")
+    proved = f"{seconds(plans.lower_bound)} with any state that all share, gap {percent(plans.gap)}"
+    out.print(f"lower bound    {proved if is_known(plans.lower_bound, plans.cost) else 'none known'}")
     for name, plan in plans.items():
         out.print(heading(f"==== {name}"))
         print_summary(out, plan, costs_of(plan), listing=listing)

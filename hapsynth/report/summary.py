@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 
-from hapsynth._quantities import counted, indices, nbytes, percent, plural, seconds
+from hapsynth._quantities import counted, indices, is_known, nbytes, percent, plural, seconds
 from hapsynth.instructions.program.program import Convert
 from hapsynth.instructions.rules.replicated_ops import named, uncovered, unpriced
 from hapsynth.plan import Plan
@@ -28,6 +28,7 @@ _STATUS = {
     "unpriced": "optimal only as far as costs are known: what is unpriced counts as one elementwise op",
     "infeasible": "infeasible",
 }
+_NO_BOUND = "no bound: sized anew without a search, or interrupted before there was one"
 _ROWS = 12
 _WORTHWHILE = 1.05
 """Times as fast: a plan that is less is no reason to give up something simpler."""
@@ -135,10 +136,8 @@ def print_certificate(out: Console, plan: Plan) -> None:
         ("joint bound", r.joint_lower_bound_s, "at any shard sizes", r.joint_gap),
     ):
         proved = f"{seconds(bound)} {where}, gap {percent(gap)}"
-        # Files of versions that sought no bound on the sizes have none.
-        sought = not r.interrupted and name != "size bound "
-        out.print(f"{name}    {proved if bound > 0 or sought else 'none known'}")
-    out.print(f"status         {_STATUS[r.status]}")
+        out.print(f"{name}    {proved if is_known(bound, r.cost_s) else 'none known'}")
+    out.print(f"status         {_STATUS[r.status] if is_known(r.lower_bound_s, r.cost_s) else _NO_BOUND}")
     unknown = unpriced(plan.traced.graph)
     for name, ops in unknown.items():
         where = ", ".join(dict.fromkeys(op.source for op in ops if op.source))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hapsynth._quantities import counted, finite, nbytes, percent, plural, seconds
+from hapsynth._quantities import counted, finite, is_known, nbytes, percent, plural, seconds
 from hapsynth.instructions.layout import Layout, cuts_of, format_layout
 from hapsynth.instructions.program.program import Compute, Convert, reads, writes
 from hapsynth.running.base import Planned
@@ -107,9 +107,11 @@ def figures(plan: Planned, step: Step) -> list[list[str]]:
     fullest = max(peaks)[1] if peaks else used[0]
     busiest, exposed = step.exposed
     collectives = plan.program.collectives()
+    gap = lambda bound, part: percent(part) if is_known(bound, r.cost_s) else "none known"
+    at_any = gap(r.joint_lower_bound_s, r.joint_gap)
     return [
         ["step time", seconds(r.cost_s), "predicted" + (", collectives beside computing" if r.overlap else "")],
-        ["gap", percent(r.gap), f"to the lower bound at these shard sizes; {percent(r.joint_gap)} at any"],
+        ["gap", gap(r.lower_bound_s, r.gap), f"to the lower bound at these shard sizes; {at_any} at any"],
         [
             "exposed",
             percent(exposed / step.makespan_s) if step.makespan_s else "-",

@@ -28,6 +28,8 @@ from hapsynth.report.timeline import print_timeline
 from hapsynth.search.cost.program_cost import feed_costs
 from hapsynth.search.scheduling.tasks import Machine
 from hapsynth.search.scheduling.waits import waits
+from hapsynth.view.record import figures
+from hapsynth.view.step import Step
 from hapsynth.whatif.alternatives import Alternative
 
 MODEL = """
@@ -115,8 +117,12 @@ def test_at_other_sizes_exposed_is_as_simulated_and_nothing_is_proved(
     assert other.result.exposed_communication_s == other.timeline.exposed_s > 0
     print_certificate(console(), other)
     text = capsys.readouterr().out
-    assert "size bound     none known" in text
+    assert all(f"{bound}    none known" in text for bound in ("lower bound", "size bound ", "joint bound"))
+    assert "status         no bound: sized anew without a search" in text
+    assert "gap" not in text
     assert "busy" not in text
+    ((_, gap, about),) = [row for row in figures(other, Step(other)) if row[0] == "gap"]
+    assert (gap, about) == ("none known", "to the lower bound at these shard sizes; none known at any")
 
 
 def test_a_plan_without_devices_or_in_one_program_records_nothing(plan: Plan) -> None:

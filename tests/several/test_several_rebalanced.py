@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import hapsynth
 from hapsynth import Plans, StateWarning
 from hapsynth.adapting.rebalance import busy_seconds
 from hapsynth.plan import Plan
+from hapsynth.report.several import print_several
+from hapsynth.report.tables import console
 
 
 def slower(plan: Plan, *times: float) -> Plan:
@@ -42,6 +45,10 @@ def test_the_others_follow(form: Any, fixed: Any, tmp_path: Path) -> None:
     assert {p.cluster for p in found.values()} == {new.cluster}
     assert all(p.program is plans[n].program for n, p in found.items())
     assert (found.alone, found.lower_bound) == ({}, 0.0)
+    out = io.StringIO()
+    print_several(console(out), found)
+    assert "lower bound    none known" in out.getvalue()
+    assert "gap" not in out.getvalue()
     assert found.frequency == plans.frequency
     assert found.cost == pytest.approx(new.cost + 0.1 * found["eval"].cost)
     found.save(tmp_path / "plans.json")
