@@ -24,7 +24,7 @@ at fixed ratios, solved exactly, passed through the checker and costed with the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -291,6 +291,12 @@ class Baselines:
 
         return stored, allowed
 
+    def _scattered(self, allowed: Allowed) -> Callable[[int], bool]:
+        """Whether a value is a gradient that is only needed in parts. Where none of the state of its shape is cut, as
+        under plain SGD without moments and of one element, it is needed whole."""
+        gradients, values = self.costs.together.updates, self.graph.values
+        return lambda v: v in gradients and any(allowed(v, d) for d in range(len(values[v].shape)))
+
     def _zero12(self, *, reduced_whole: bool) -> Restriction:
         gradients, graph = self.costs.together.updates, self.graph
         # Nothing but the update reads optimizer state.
@@ -305,21 +311,23 @@ class Baselines:
                 return value in renewed
             if source.is_partial and reduced_whole:
                 return not target.is_sharded
-            return target.is_sharded or value not in gradients or not graph.values[value].shape
+            return target.is_sharded or not scattered(value)
 
-        role = lambda v: (v in renewed, v in gradients and bool(graph.values[v].shape))
+        scattered = self._scattered(allowed)
+        role = lambda v: (v in renewed, scattered(v))
         return Restriction({**stored, **self._stored_batch()}, allowed, convertible=convertible, role=role)
 
     def _zero3(self) -> Restriction:
         stored, allowed = self._cut_state(self.state)
-        gradients, held = self.costs.together.updates, set(self.state)
+        held = set(self.state)
 
         def convertible(value: int, source: Placement, target: Placement) -> bool:
             if source.is_sharded:
                 return value in held
-            return target.is_sharded or value not in gradients or not self.graph.values[value].shape
+            return target.is_sharded or not scattered(value)
 
-        role = lambda v: (v in held, v in gradients and bool(self.graph.values[v].shape))
+        scattered = self._scattered(allowed)
+        role = lambda v: (v in held, scattered(v))
         return Restriction({**stored, **self._stored_batch()}, allowed, frozenset(held), convertible, role)
 
     @cached_property

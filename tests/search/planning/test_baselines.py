@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import by_hand
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from example_models import example
@@ -315,6 +316,30 @@ def test_the_stages_of_zero(of: str) -> None:
     assert two["all-reduce"].bytes < 0.1 * whole < one["all-reduce"].bytes
     memory = [c.baselines[name].memory_bytes for name in ("data_parallel", "zero1", "zero2")]
     assert memory[0] > memory[1] >= memory[2]
+
+
+def test_without_moments_the_second_stage_of_zero_is_data_parallelism() -> None:
+    """And of a parameter that is not cut, the gradient is reduced as in the first stage."""
+
+    def step(state: Any, x: Any, y: Any, momentum: float) -> Any:
+        w, m = state
+        value, gradient = jax.value_and_grad(lambda w: ((jnp.tanh(x @ w["in"]) @ w["out"] + w["b"] - y) ** 2).mean())(w)
+        if momentum:
+            m = gradient = jax.tree.map(lambda m, g: momentum * m + g, m, gradient)
+        return (jax.tree.map(lambda w, g: w - 0.1 * g, w, gradient), m), value
+
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
+    w = {"in": f32(32, 64), "out": f32(64, 1), "b": f32(1)}
+    x, y = f32(512, 32), f32(512, 1)
+    cluster = Cluster.load(CLUSTERS / "mixed8.toml")
+    of = lambda momentum, m: OnDemand(
+        Task(trace(partial(step, momentum=momentum), ((w, m), x, y), {}).graph, cluster, PlanningOptions())
+    )
+    sgd = of(0.0, {})
+    assert sgd["zero2"].cost_s == pytest.approx(sgd["data_parallel"].cost_s)
+    assert sgd["zero2"].program.collectives() == sgd["data_parallel"].program.collectives() == {"all_reduce": 4}
+    moments = of(0.9, w)
+    assert moments["zero2"].program.collectives() == {"all_gather": 2, "all_reduce": 2, "reduce_scatter": 2}
 
 
 @pytest.mark.parametrize("of", EXAMPLES)
