@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -15,10 +16,12 @@ _HIGH, _NARROWEST = 16, 40
 """Lines that the longest picture takes, unless the labels need more; columns that the narrowest has."""
 
 Slices = tuple[slice, ...]
+Span = tuple[int, int]
 
 
 def visualize_sharding(array: ShardedArray | jax.Array, *, width: int = 80) -> None:
-    """Print which device holds which part of an array: boxes as large as the shards, in at most `width` columns.
+    """Print which device holds which part of an array: boxes as large as the shards, in at most `width` columns (40 if
+    that is less), or as many as the names of the devices take.
 
     Drawn are the one or two dimensions that are cut. Raises ValueError for an array that is cut along more, TypeError
     for what is no array on devices.
@@ -37,22 +40,15 @@ def sharding_picture(array: Any, width: int) -> str:
     if len(cut) > 2:
         raise ValueError(f"{array.dtype}{list(shape)} is cut along dimensions {cut}; a picture has two")
     # One that is cut alone is drawn as it lies: the last of several along the line.
-    rows, columns = (cut[0], cut[1]) if len(cut) == 2 else _drawn(cut, len(shape))
-    high, wide = ([(0, 1)] if d is None else spans[d] for d in (rows, columns))
-    cells: list[list[list[str]]] = []
-    for row in high:
-        cells.append([])
-        for column in wide:
-            here = [
-                device
-                for device, s in held.items()
-                if (rows is None or _is(s[rows], row)) and (columns is None or _is(s[columns], column))
-            ]
-            lengths = [r[1] - r[0] for r, d in ((row, rows), (column, columns)) if d is not None]
-            cells[-1].append([*_names(here), " x ".join(map(str, lengths))])
-    heights = _scaled([b - a for a, b in high], [max(len(cell) for cell in line) for line in cells], _HIGH)
-    needed = [max(len(text) for line in cells for text in line[c]) + 2 for c in range(len(wide))]
-    widths = _scaled([b - a for a, b in wide], needed, max(_NARROWEST, width) - len(wide) - 1)
+    one = _drawn(cut, len(shape))
+    ways = [(cut[0], cut[1]), (cut[1], cut[0])] if len(cut) == 2 else [one, one[::-1]]
+    available = max(_NARROWEST, width)
+    tables = [_Table.of(held, spans, rows, columns) for rows, columns in ways]
+    # The first, but where its labels need more than there is and the other's less.
+    table = min(tables, key=lambda table: max(table.narrowest, available))
+    rows, columns, cells = table.rows, table.columns, table.cells
+    heights = _scaled(_lengths(spans, rows), [max(len(cell) for cell in line) for line in cells], _HIGH)
+    widths = _scaled(_lengths(spans, columns), table.needed, available - len(table.needed) - 1)
     along = ", ".join(f"dimension {d} {way}" for d, way in ((rows, "downwards"), (columns, "along")) if d is not None)
     nothing = _names([device for device, s in held.items() if any(p.stop <= p.start for p in s)]) if array.size else []
     return "\n".join(
@@ -62,6 +58,39 @@ def sharding_picture(array: Any, width: int) -> str:
             *([f"nothing on {', '.join(nothing)}"] if nothing else []),
         ]
     )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The texts of each box, of the boxes in a line, of all lines. `rows`, `columns`: the dimensions downwards and
+    along, None for one box."""
+
+    rows: int | None
+    columns: int | None
+    cells: list[list[list[str]]]
+
+    @classmethod
+    def of(
+        cls, held: Mapping[Any, Slices], spans: Sequence[Sequence[Span]], rows: int | None, columns: int | None
+    ) -> _Table:
+        """`spans`: the parts of each dimension."""
+
+        def texts(*cut: tuple[int | None, Span]) -> list[str]:
+            parts = sorted((d, part) for d, part in cut if d is not None)
+            here = [device for device, s in held.items() if all(_is(s[d], part) for d, part in parts)]
+            return [*_names(here), " x ".join(str(stop - start) for _, (start, stop) in parts)]
+
+        high, wide = ([(0, 1)] if d is None else spans[d] for d in (rows, columns))
+        return cls(rows, columns, [[texts((rows, row), (columns, column)) for column in wide] for row in high])
+
+    @property
+    def needed(self) -> list[int]:
+        """The width of each column."""
+        return [max(len(text) for cell in column for text in cell) + 2 for column in zip(*self.cells, strict=True)]
+
+    @property
+    def narrowest(self) -> int:
+        return sum(self.needed) + len(self.needed) + 1
 
 
 def _held(array: Any) -> dict[Any, Slices]:
@@ -98,9 +127,24 @@ def _names(devices: Sequence[Any]) -> list[str]:
     return lines
 
 
+def _lengths(spans: Sequence[Sequence[Span]], dim: int | None) -> list[int]:
+    return [1] if dim is None else [stop - start for start, stop in spans[dim]]
+
+
 def _scaled(lengths: Sequence[int], least: Sequence[int], total: int) -> list[int]:
-    """Sizes in proportion to the lengths, together about `total`, none below its `least`."""
-    return [max(n, round(total * length / sum(lengths))) for n, length in zip(least, lengths, strict=True)]
+    """Sizes in proportion to the lengths, together `total` if each can have its `least`, which the shorter ones get."""
+    sizes = list(least)
+    left, free = total, set(range(len(lengths)))
+    in_proportion = lambda i: left * lengths[i] / sum(lengths[j] for j in free)
+    while short := {i for i in free if in_proportion(i) < least[i]}:
+        free -= short
+        left -= sum(least[i] for i in short)
+    # By what is left each time, so that rounding adds up.
+    for i in sorted(free):
+        sizes[i] = round(in_proportion(i))
+        free.remove(i)
+        left -= sizes[i]
+    return sizes
 
 
 def _grid(cells: Sequence[Sequence[Sequence[str]]], heights: Sequence[int], widths: Sequence[int]) -> list[str]:

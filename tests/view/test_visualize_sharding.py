@@ -40,7 +40,7 @@ def test_rows_downwards(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_last_of_several_dimensions_is_drawn_along(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = drawn(uneven((3, 12), (S(1),), {1: ((0,), (8, 2, 1, 1))}), capsys)
+    lines = drawn(uneven((3, 12), (S(1),), {1: ((0,), (8, 2, 1, 1))}), capsys, 60)
     assert lines[0] == "float32[3, 12], dimension 1 along"
     (names,) = [line for line in lines if "CPU 0" in line]
     assert [part.strip() for part in names.strip("│").split("│")] == ["CPU 0", "CPU 1", "CPU 2", "CPU 3"]
@@ -53,6 +53,26 @@ def test_two_axes(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "float32[6, 8], dimension 0 downwards, dimension 1 along"
     texts = [text.strip() for line in lines for text in line.split("│") if text.strip(" ─┌┐├┼┤└┴┬┘")]
     assert texts[1:] == ["CPU 0", "CPU 1", "4 x 7", "4 x 1", "CPU 2", "CPU 3", "2 x 7", "2 x 1"]
+
+
+@pytest.mark.parametrize("lengths", [(97, 1, 1, 1), (8, 2, 1, 1), (1, 1, 1, 97), (25, 25, 25, 25)])
+@pytest.mark.parametrize("width", [40, 80])
+def test_no_picture_is_wider_than_asked_for(
+    lengths: tuple[int, ...], width: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = drawn(uneven((3, sum(lengths)), (S(1),), {1: ((0,), lengths)}), capsys, width)
+    assert {len(line) for line in lines[1:]} == {width}
+
+
+def test_what_is_too_wide_along_is_drawn_downwards(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = drawn(uneven((3, 64), (S(1),), {1: ((0,), (8,) * 8)}, (8,)), capsys)
+    assert lines[0] == "float32[3, 64], dimension 1 downwards"
+    assert {len(line) for line in lines[1:]} == {40}
+    lines = drawn(uneven((4, 40000), (S(0), S(1)), {0: ((0,), (2, 2)), 1: ((1,), (10000,) * 4)}, (2, 4)), capsys)
+    assert lines[0] == "float32[4, 40000], dimension 1 downwards, dimension 0 along"
+    assert {len(line) for line in lines[1:]} == {40}
+    texts = [text.strip() for line in lines for text in line.split("│") if text.strip(" ─┌┐├┼┤└┴┬┘")]
+    assert texts[1:5] == ["CPU 0", "CPU 4", "2 x 10000", "2 x 10000"]
 
 
 def test_copies_share_a_box(capsys: pytest.CaptureFixture[str]) -> None:
