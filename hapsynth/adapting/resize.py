@@ -82,7 +82,9 @@ def resized(
     if like is None or plan.mesh is None or holds_exact(new.form) == holds_exact(like.form):
         return new
     if not holds_exact(new.form):
-        return plan.with_result(result, cluster, traced, form="staged")
+        reason = f"what it takes as it lies is stored at exact size: {like.form_reason}"
+        return plan.with_result(result, cluster, traced, form="staged", reason=reason)
     if why := only_exact(costs.graph, result, cluster):
         raise ProgramError(f"what is to stay where it lies is padded, and {why}")
-    return plan.with_result(result, cluster, traced, form="switch")
+    reason = f"what it takes as it lies is padded: {like.form_reason}"
+    return plan.with_result(result, cluster, traced, form="switch", reason=reason)

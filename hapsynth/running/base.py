@@ -387,9 +387,15 @@ class Planned(ABC):
         traced: Traced | None = None,
         mesh: Mesh | None = None,
         form: Form | None = None,
+        reason: str = "",
     ) -> Self:
         """This plan with another result for the same devices, described by another cluster, or for other shapes, or for
-        those of another mesh, or in another form."""
+        those of another mesh, or in another form, for a `reason` that its own and later results tell of."""
         mesh = self.mesh if mesh is None else mesh
         options: dict[str, Any] = {"donate": self._donate, "form": form or self._asked, "overlap": self._asked_overlap}
-        return type(self)(traced or self.traced, result, cluster, mesh, self.fn, **options)
+        plan = type(self)(traced or self.traced, result, cluster, mesh, self.fn, **options)
+        if form is not None and reason:
+            plan._form = plan.form, reason
+        elif form is None and self._asked != "auto":
+            plan._form = self._form
+        return plan

@@ -24,7 +24,7 @@ from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.program.program import ProgramError
 from hapsynth.jobs.preflight import check_mesh
 from hapsynth.plan import Plan
-from hapsynth.running.form import Form
+from hapsynth.running.form import Form, holds_exact
 from hapsynth.running.plan_file import (
     SEVERAL,
     PlanError,
@@ -204,7 +204,7 @@ def synthesize_several(
         timings = {"trace_s": trace_s, **result.timings_s, "total_s": total}
         found[name] = shared.roles[name].traced, replace(result, timings_s=timings), cluster
     alone = {name: result.cost_s for name, result in planner.alone.items()}
-    plans = _in_one_form(found, functions, devices, form)
+    plans = _stored_alike(found, shared.roles, functions, devices, form)
     return Plans(plans, shared.named_after, weights, alone, min(planner.bound, planner.cost(results)), said)
 
 
@@ -240,7 +240,8 @@ def load_plans(
     read = {
         n: plan_from(f"{where}: {n!r}", saved[n], functions[n], args[n], kwargs.get(n), names=_called(n)) for n in saved
     }
-    return Plans(_in_one_form(read, functions, mesh, form), named_after, weights, alone, bound, said)
+    roles = shared_state({n: traced for n, (traced, *_) in read.items()}, said, named_after).roles
+    return Plans(_stored_alike(read, roles, functions, mesh, form), named_after, weights, alone, bound, said)
 
 
 def _with_state(name: str, plan: Plan, role: Role, kept: Mapping[int, StatePlacement], like: Plan) -> Plan:
@@ -254,9 +255,8 @@ def _with_state(name: str, plan: Plan, role: Role, kept: Mapping[int, StatePlace
     if not why and peak > plan.memory_limit:
         why = "all of it, as it would hold too much then"
     if not why:
-        uneven = any(len({*lengths}) > 1 for how in kept.values() for lengths in how.lengths.values())
         try:
-            return resized(plan, sizes, costs, cluster, like=like if uneven else None)
+            return resized(plan, sizes, costs, cluster, like=like if _is_uneven(kept) else None)
         except ProgramError as error:
             why = str(error)
     warn_user(
@@ -267,17 +267,30 @@ def _with_state(name: str, plan: Plan, role: Role, kept: Mapping[int, StatePlace
     return plan
 
 
-def _in_one_form(
-    found: Mapping[str, _Found], functions: Functions, mesh: jax.sharding.Mesh | None, form: Form
+def _stored_alike(
+    found: Mapping[str, _Found],
+    roles: Mapping[str, Role],
+    functions: Functions,
+    mesh: jax.sharding.Mesh | None,
+    form: Form,
 ) -> dict[str, Plan]:
-    plans: dict[str, Plan] = {}
-    for chosen in (form, "staged"):
-        for name, (traced, result, cluster) in found.items():
-            plans[name] = Plan(traced, result, cluster, mesh, fn=functions[name], form=chosen)
-        if len({plan.form for plan in plans.values()}) == 1:
-            # Else the state would lie in two ways.
-            break
+    """The plans, each in its own form, but that where one stores an unevenly cut state at exact size, those that would
+    pad it run staged."""
+    plans = {n: Plan(*of, mesh, functions[n], form=form) for n, of in found.items()}
+    uneven = [n for n, plan in plans.items() if _is_uneven(placements(roles[n], plan.program, plan.sizes))]
+    exact = next((n for n in uneven if holds_exact(plans[n].form)), None)
+    if exact is None:
+        return plans
+    reason = f"{exact!r} stores the state that they share at exact size: {plans[exact].form_reason}"
+    for name in uneven:
+        plan = plans[name]
+        if not holds_exact(plan.form):
+            plans[name] = plan.with_result(plan.result, plan.cluster, form="staged", reason=reason)
     return plans
+
+
+def _is_uneven(kept: Mapping[int, StatePlacement]) -> bool:
+    return any(len({*lengths}) > 1 for how in kept.values() for lengths in how.lengths.values())
 
 
 def _names(functions: Any) -> list[str]:

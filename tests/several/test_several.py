@@ -20,6 +20,7 @@ import hapsynth
 from hapsynth import Plans
 from hapsynth.graph.trace import TraceError, trace
 from hapsynth.plan import Plan
+from hapsynth.running import base
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.sizing.fixed_ratios import RatioError
 from hapsynth.several.shared_state import shared_state
@@ -105,6 +106,32 @@ def test_state_goes_from_plan_to_plan_as_it_lies(form: str, fixed: Any, tmp_path
     stored(plans["train"], again)
     state = again
     follow()
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_forms_differ_where_the_state_lies_alike_in_them(
+    even: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = base.chosen_form
+
+    def exact_where_it_trains(graph: Any, *args: Any, **options: Any) -> Any:
+        return (
+            ("staged", "of its own") if len(graph.outputs) > len(graph.inputs) - 1 else chosen(graph, *args, **options)
+        )
+
+    monkeypatch.setattr(base, "chosen_form", exact_where_it_trains)
+    functions, args = {"train": train, "eval": evaluate}, {n: ARGS[n] for n in ("train", "eval")}
+    plans = planned(functions, args, fixed=CUT, cluster=thin_cluster((1.0,) * 4 if even else SPEEDS["3:1"]))
+    plans.save(tmp_path / "plans.json")
+    for each in (plans, hapsynth.load_plans(tmp_path / "plans.json", functions, args, first_devices(4))):
+        assert {n: p.form for n, p in each.items()} == {"train": "staged", "eval": "switch" if even else "staged"}
+        assert each["train"].form_reason == "of its own"
+        why = "all shards are alike" if even else "'train' stores the state that they share at exact size: of its own"
+        assert each["eval"].form_reason.startswith(why)
+        copy = each["eval"].with_result(each["eval"].result, each["eval"].cluster)
+        assert copy.form_reason == each["eval"].form_reason
+        state = each["train"].shard(init(jax.random.key(3)), X)[0]
+        assert stored(each["eval"], state)
 
 
 LAYERS, WIDE = 6, 128
