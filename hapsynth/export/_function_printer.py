@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ Atoms = dict[Any, str]
 """Variable of a jaxpr -> its text."""
 
 WIDTH = 120
+_PARTS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[][(){}]|, """)
+"""Of a line: its strings, brackets, and commas between."""
 
 
 class Writer:
@@ -230,20 +234,23 @@ def shape_of(aval: Any) -> str:
 
 
 def _wrapped(line: str) -> list[str]:
-    """A line, broken inside its first brackets where it is too long."""
-    if len(line) <= WIDTH or "(" not in line:
+    """A line, broken inside its brackets, and in no string, where it is too long."""
+    if len(line) <= WIDTH:
         return [line]
+    breaks, depth = list[int](), 0
+    for part in _PARTS.finditer(line):
+        depth += (part[0] in "([{") - (part[0] in ")]}")
+        if part[0] == ", " and depth:
+            breaks.append(part.end())
+    out, rest, at = list[str](), line, 0
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    out, rest = list[str](), line
     while len(rest) > WIDTH:
-        depth, cut = 0, 0
-        for n, char in enumerate(rest[: WIDTH - 4]):
-            depth += (char in "([{") - (char in ")]}")
-            # Within brackets only, and in no string.
-            if char == " " and rest[n - 1] == "," and (depth or out) and rest[:n].count("'") % 2 == 0:
-                cut = n
-        if cut <= len(indent):
+        # What begins at `at` of the line is `rest`, after its indent.
+        shift = at - (len(indent) if out else 0)
+        n = bisect_left(breaks, shift + WIDTH - 3) - 1
+        if n < 0 or breaks[n] <= at:
             break
-        out.append(rest[:cut])
-        rest = indent + rest[cut + 1 :]
+        out.append(rest[: breaks[n] - shift - 1])
+        at = breaks[n]
+        rest = indent + line[at:]
     return [*out, rest]

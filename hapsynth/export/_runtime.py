@@ -16,6 +16,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES: dict[str, int] = {}
+DEVICES: tuple[int, ...] = ()
+ALL_DEVICES = 0
 ARGUMENTS: tuple[Array, ...] = ()
 RESULTS: tuple[Array, ...] = ()
 STATIC: dict[str, Any] = {}
@@ -92,12 +94,15 @@ def _padded(lengths: Sequence[int]) -> np.ndarray:
 
 
 def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh that the program is for, of these devices, by default the first ones that there are."""
-    devices = jax.devices() if devices is None else devices
-    n = int(np.prod(list(AXES.values())))
-    if len(devices) < n:
-        raise ValueError(f"the program is for {n} devices, and there are {len(devices)}")
-    grid = np.array(devices[:n]).reshape(list(AXES.values()))
+    """The mesh that the program is for. `devices`: those of the cluster that it was planned for, in that order, by
+    default the first ones that there are, of which those at the positions `DEVICES` take part; or just these."""
+    n = len(DEVICES)
+    devices = (jax.devices() if devices is None else devices)[:ALL_DEVICES]
+    if len(devices) not in (n, ALL_DEVICES):
+        of = "" if n == ALL_DEVICES else f" of the {ALL_DEVICES} that it was planned for, which are {DEVICES}"
+        raise ValueError(f"the program is for {n} devices{of}, and there are {len(devices)}")
+    taking_part = [devices[i] for i in DEVICES] if len(devices) == ALL_DEVICES else devices
+    grid = np.array(taking_part).reshape(list(AXES.values()))
     return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from hapsynth import _jax
+from hapsynth._quantities import plural
 from hapsynth.export import _runtime
 from hapsynth.export._equation_printer import NAMESPACE
 from hapsynth.export._function_printer import Writer, shape_of
@@ -30,7 +31,7 @@ _HEAD = '''"""A program that hapsynth planned for the cluster '{cluster}', on {s
 
 To run it, here as a training step:
 
-    mesh = make_mesh()                          # of the first {devices} devices
+    mesh = make_mesh()                          # of the first {devices}
     step = make_step(mesh)
     state, batch = shard(mesh, state, batch)    # whole arrays to shards, as the program keeps them
     state, loss = step(state, batch)            # again and again: carried state is consumed, and its successor returned
@@ -55,9 +56,17 @@ def source_of(plan: Planned) -> str:
     if wrong := plan.arguments.wrong_setting():
         raise SourceError(wrong)
     try:
-        return _Module(plan).text()
+        text = _Module(plan).text()
     except UnwritableError as error:
         raise SourceError(f"to_source: {error}") from error
+    try:
+        compile(text, "program", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        where = f"line {error.lineno}, {(error.text or '').strip()!r}"
+        raise SourceError(
+            f"to_source: the program would be no Python, by a fault of hapsynth: {error.msg}: {where}"
+        ) from error
+    return text
 
 
 class _Module:
@@ -88,6 +97,8 @@ class _Module:
             f"def results(structure, leaves, made):\n    return {results_text(self.traced)}",
             _copied(),
             f"AXES = {dict(self.axes)!r}",
+            f"DEVICES = {self.plan.devices!r}",
+            f"ALL_DEVICES = {self.plan.cluster.n}",
             _tuple_of("ARGUMENTS", [_array(p, s, donated) for p, s, donated in arguments]),
             _tuple_of("RESULTS", [_array(p, s) for p, s in outputs]),
             _tuple_of("CONSTANTS", [_array(p, s) for p, s in constants]),
@@ -102,7 +113,10 @@ class _Module:
     def head(self) -> str:
         sizes = ", ".join(f"{_in_docstring(name)}={n}" for name, n in self.axes)
         cluster = _in_docstring(self.plan.cluster.name)
-        return _HEAD.format(cluster=cluster, devices=self.lowered.mesh.size, sizes=sizes).rstrip()
+        all_devices = self.plan.cluster.n
+        some = " those at DEVICES" if len(self.plan.devices) < all_devices else ""
+        devices = plural(all_devices, "device") + some
+        return _HEAD.format(cluster=cluster, devices=devices, sizes=sizes).rstrip()
 
     def static(self) -> str:
         """The leaves that are no arrays: the program is for these, as far as text can tell them."""

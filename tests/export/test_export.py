@@ -24,13 +24,15 @@ from exported import assert_exports, assert_same_bits, module
 from jax import lax
 from jax.sharding import Mesh
 from random_draws import dropout_step, large_draws
-from slow_devices import SPEEDS, first_devices, thin_cluster
+from slow_devices import SPEEDS, first_devices, slow_cluster, thin_cluster
 from thoroughness import THOROUGH
 from zoo import functional, language
 
 import hapsynth
 from hapsynth import Plan
 from hapsynth.cli.main import main
+from hapsynth.export import SourceError
+from hapsynth.export._function_printer import _wrapped  # pyright: ignore[reportPrivateUsage]
 from hapsynth.instructions.testing.example_arguments import random_arguments
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
@@ -229,6 +231,32 @@ def test_any_reduction() -> None:
     assert_exports(planned(fn, (np.random.default_rng(0).normal(size=(48, 8)).astype(np.float32),)))
 
 
+def test_texts_with_quotes_brackets_and_commas_are_left_whole() -> None:
+    """Lines are broken outside of them, and within the brackets of the statement."""
+
+    def fn(x: Any) -> Any:
+        y = jnp.sum(x * x)
+        for said in ("it's the loss, {}, ", "a \\' of (it, ", 'its "last" ], '):
+            jax.debug.print(said * 12 + "{}", *(y,) * (1 + 12 * said.count("{}")))
+        return y
+
+    assert_exports(planned(fn, (np.ones(64, np.float32),)))
+
+
+@pytest.mark.parametrize("n", range(20, 50, 3))
+def test_a_line_is_broken_within_its_brackets_alone(n: int) -> None:
+    members = ", ".join(f"t{i}" for i in range(n))
+    lines = _wrapped(f"    return ({members}), ({members})")
+    assert len(lines) > 1
+    assert compile("\n".join(["def trip():", *lines]), "program.py", "exec")
+
+
+def test_what_is_no_python_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hapsynth.export.source._imports", lambda: ["import"])
+    with pytest.raises(SourceError, match=r"no Python, by a fault of hapsynth: .* line \d+, 'import'"):
+        planned(*functional.jvp()).to_source()
+
+
 def test_constants_and_trees() -> None:
     """Large constants, static leaves, results that are known before or of the arguments' own kinds."""
     table = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
@@ -261,6 +289,19 @@ def test_planned_without_devices(tmp_path: Path) -> None:
     without = hapsynth.load(tmp_path / "plan.json", fn, args)
     assert without.to_source(tmp_path / "program.py") == (tmp_path / "program.py").read_text()
     assert "def body(" in without.to_source()
+
+
+def test_devices_that_take_no_part() -> None:
+    fn, args = lambda x: jnp.tanh(x @ x.T), (np.ones((24, 24), np.float32),)
+    plan = hapsynth.synthesize(fn, args, slow_cluster(SPEEDS["hopeless"], bandwidth=1e9))
+    assert plan.devices == (0, 2, 3)
+    made, every = module(plan), jax.devices()
+    taking_part = [every[i] for i in plan.devices]
+    for given in (None, every, every[:4], taking_part):
+        assert made.make_mesh(given).devices.tolist() == taking_part
+    for few in (every[:2], []):
+        with pytest.raises(ValueError, match=rf"3 devices of the 4 .* \(0, 2, 3\), and there are {len(few)}"):
+            made.make_mesh(few)
 
 
 def test_from_the_command_line(plan_file: Path) -> None:
