@@ -1,5 +1,5 @@
-"""Files that are there whole or not at all, written under a temporary name, then renamed; and standard output when it
-can't be written."""
+"""Files that are there whole or not at all, written under a temporary name, then renamed; and standard output and error
+when they can't be written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import stat
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 _PREFIX = 32
 """Characters of the name in the temporary one, which has eight more: a name may be as long as names can be."""
@@ -67,8 +69,19 @@ def mode_of(path: Path) -> int:
     return 0o666 & ~mask
 
 
-def discard_stdout() -> None:
-    """What is written to standard output from now on goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+def say(text: str) -> None:
+    """A line on standard error. Whoever reads it may have gone, or its disk be full: then it is dropped, as is what
+    comes after."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: IO[str]) -> None:
+    """What is written to a standard stream from now on goes nowhere, also what Python still holds of it at exit."""
+    # One that a caller has put in its place may be no file.
+    with suppress(OSError, ValueError):
+        number, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)

@@ -13,12 +13,13 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any
 
 import jax
 from rich.console import Console
 
 from hapsynth._errors import UsageError
+from hapsynth._files import say
 from hapsynth._gc import gc_paused
 from hapsynth._options import check_joint_gap
 from hapsynth._quantities import percent, plural, seconds
@@ -110,12 +111,11 @@ def _terminated_as_interrupted() -> Generator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class _StandardError(logging.StreamHandler[TextIO]):
+class _StandardError(logging.Handler):
     """Of this moment: a progress line that is shown there has put itself in its place."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
+        say(self.format(record))
 
 
 @contextmanager
@@ -333,7 +333,7 @@ def _compile(options: argparse.Namespace, session: _Session) -> int:
         print_targets(session.out, targets)
     difference = collectives_differ(targets)
     if difference:
-        print(f"hapsynth compile: these cards can't run together: {difference}", file=sys.stderr)
+        say(f"hapsynth compile: these cards can't run together: {difference}")
     return FAILED if difference or any(t.error for t in targets) else DONE
 
 
@@ -357,7 +357,7 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
         run.print_trial(session.out, plan, trial)
     if not report.ok:
         what = next((f"output {path or 'of the function'} is off by {e:.2e}" for path, e in report.worst), "")
-        print(f"hapsynth run: check failed: {what or report.explained[-1]}", file=sys.stderr)
+        say(f"hapsynth run: check failed: {what or report.explained[-1]}")
     return DONE if report.ok else FAILED
 
 
@@ -473,4 +473,4 @@ def _synthesized(options: argparse.Namespace, target: Target | Targets, cluster:
 def _tell_interrupted(options: argparse.Namespace, interrupted: bool, gap: float, bound: float) -> None:
     if interrupted:
         gap_text = percent(gap) if bound > 0 else "unknown"
-        print(f"hapsynth {options.command}: interrupted: this is the best plan so far, gap {gap_text}", file=sys.stderr)
+        say(f"hapsynth {options.command}: interrupted: this is the best plan so far, gap {gap_text}")

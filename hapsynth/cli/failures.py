@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 
 from hapsynth._errors import UsageError
-from hapsynth._files import discard_stdout
+from hapsynth._files import discard, say
 from hapsynth.cli.options import MISUSED
 
 
 def fail(name: str, what: str, error: BaseException, status: int) -> int:
     """Say it; the exit status."""
-    print(f"{name}: {what}: {' '.join(str(error).split())}", file=sys.stderr)
+    say(f"{name}: {what}: {' '.join(str(error).split())}")
     return status
 
 
@@ -22,6 +21,5 @@ def fail_of_system(name: str, error: OSError) -> int:
     if where is not None:
         return fail(name, "error", UsageError(f"{where}: {error.strerror}"), MISUSED)
     # What is left is standard output, which is full. Nothing more is to be written there, not by Python at exit either.
-    with suppress(OSError, ValueError):
-        discard_stdout()
+    discard(sys.stdout)
     return fail(name, "standard output", error, MISUSED)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from hapsynth._errors import UsageError
-from hapsynth._files import discard_stdout
+from hapsynth._files import discard
 from hapsynth.cli.failures import fail, fail_of_system
 from hapsynth.cli.options import MISUSED
 from hapsynth.jobs.batch_system import started_by
@@ -41,7 +41,7 @@ def _launch(options: argparse.Namespace) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read it has gone, as `| head` does: the status is the job's, and Python's own at exit another.
-        discard_stdout()
+        discard(sys.stdout)
     return status
 
 

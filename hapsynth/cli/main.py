@@ -3,8 +3,8 @@
 The same as `python -m hapsynth`. Exit status: 0 done; 1 nothing fits, a check or the run failed, or cards differ; 2 bad
 usage or input, with one line on standard error and nothing written; 130 interrupted before all was written; that of
 `launch` is that of the process that failed first. Ctrl-C later on ends the search with the best plan so far, and so
-does SIGTERM. Where the reader of standard output goes away, as `| head` does, the rest of the report is dropped, and
-the command ends as it would have.
+does SIGTERM. Where the reader of standard output or standard error goes away, as `| head` does, the rest of it is
+dropped, and the command ends as it would have.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
+from hapsynth._files import discard, say
+from hapsynth.cli.failures import fail_of_system
 from hapsynth.cli.options import INTERRUPTED, MISUSED, parser
 
 
@@ -28,6 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser().parse_args(argv)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else MISUSED
+    except BrokenPipeError:  # by what prints a completion script
+        discard(sys.stdout)
+        return 0
+    except OSError as error:
+        return fail_of_system("hapsynth", error)
     try:
         with _interrupts_deferred():
             # JAX, and what else commands need, take seconds to import: `--help` and a launcher do without.
@@ -38,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _dropped_interrupts_reraised():
             return run(options)
     except KeyboardInterrupt:
-        print(f"hapsynth {options.command}: interrupted: nothing written", file=sys.stderr)
+        say(f"hapsynth {options.command}: interrupted: nothing written")
         return INTERRUPTED
 
 

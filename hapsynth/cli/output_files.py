@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hapsynth._errors import UsageError
-from hapsynth._files import discard_stdout, is_special, mode_of, resolved, temporary_beside
+from hapsynth._files import discard, is_special, mode_of, resolved, temporary_beside
 from hapsynth.cli.options import STDOUT
 
 
@@ -97,7 +97,7 @@ class Outputs:
                 self._stdout.write(text)
                 self._stdout.flush()
             except BrokenPipeError:
-                discard_stdout()
+                discard(self._stdout)
         else:
             self.write(name, lambda path: path.write_text(text, encoding="utf-8"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import jax
 from rich.console import Console
 
 from hapsynth._errors import UsageError
+from hapsynth._files import say
 from hapsynth._quantities import nbytes, plural, seconds
 from hapsynth.cli.model_file import load_target
 from hapsynth.cli.output_files import Outputs
@@ -39,9 +39,9 @@ def profile_command(
     if options.quick:
         requested = Options(requested.axes, requested.dtypes, quick=True, limit_s=0.1, window_s=0.02, longest_s=0.1)
     job = Job(options.devices)
-    say = lambda text: print(f"hapsynth profile: {text}", file=sys.stderr) if job.first else None
+    note = lambda text: say(f"hapsynth profile: {text}") if job.first else None
     try:
-        cluster = profile(job, requested, partial, graph=graph, force=options.force, tell=tell, note=say)
+        cluster = profile(job, requested, partial, graph=graph, force=options.force, tell=tell, note=note)
     except KeyboardInterrupt:
         remains = f"{partial} keeps what was measured; run it again to go on" if partial.exists() else "nothing written"
         raise KeyboardInterrupt(remains) from None

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
+from hapsynth._files import say
 from hapsynth._quantities import percent, plural, seconds
 from hapsynth.search.result import Progress
 
@@ -69,7 +70,7 @@ class _Lines:
         before = self.best.cost_s
         line = self.best.line(p)[0]
         if self.best.cost_s != before:
-            print(line, file=sys.stderr, flush=True)
+            say(line)
 
 
 class Best:

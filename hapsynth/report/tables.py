@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from hapsynth._files import discard_stdout
+from hapsynth._files import discard
 from hapsynth.cluster.cluster import Cluster
 
 WIDE = 10_000
@@ -31,7 +31,7 @@ class _Console(Console):
         """The reader has gone, as `| head` does: the rest of the report is for nobody, but there are files to write and
         an exit status to give."""
         self.quiet = True
-        discard_stdout()
+        discard(self.file)
 
 
 def console(file: IO[str] | None = None) -> Console:

@@ -409,6 +409,24 @@ def test_whoever_reads_the_report_may_leave(extra: list[str], files: Path) -> No
     assert (files / "p.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [
+        (["search", "model.py", "--cluster", "mixed.toml", "--plan", "p.json", "--progress", "--no-cache"], 0),
+        (["explain", "nosuch.json", "model.py"], 2),
+    ],
+)
+def test_whoever_reads_errors_may_leave(argv: list[str], status: int, files: Path) -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "hapsynth", *argv]
+    found = subprocess.run(command, cwd=files, env=environment, stdout=subprocess.PIPE, stderr=write, check=False)
+    os.close(write)
+    assert (found.returncode, bool(found.stdout)) == (status, not status)
+    assert (files / "p.json").exists() is not bool(status)
+
+
 def test_quiet_and_verbose(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search = ["search", "model.py", "--cluster", "mixed.toml", "--memory-limit", "10 GiB", "--plan", "p.json"]
     assert main([*search, "-q"]) == 0
