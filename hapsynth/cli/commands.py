@@ -230,14 +230,14 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
     try:
         plan = _planned(options, target, cluster)
     except InfeasibleError as error:
-        record = _infeasible(options, target, cluster, error)
+        record, helps = _infeasible(options, target, cluster, error), None
         if options.advise:
             with activity(options.quiet) as tell:
                 helps = remedies(_shortage(options, target, cluster, error), tell)
             record["remedies"] = remedies_record(helps)
-            if session.out is not None:
-                print_remedies(session.out, helps)
         session.files.write_json(options.json, record)
+        if helps is not None and session.out is not None:
+            print_remedies(session.out, helps)
         raise
     session.files.write(options.plan, plan.save)
     baselines = None
@@ -247,18 +247,22 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
         with activity(options.quiet) as tell:
             tell("planned; beside it data parallel, ZeRO-2, ZeRO-3, one device")
             baselines = json_records.comparison(plan, json_records.COMMON, each=False)
+    record = json_records.search_record(plan, baselines)
+    advising = options.advise and not plan.result.interrupted
+    # Before what can't be printed: a full disk, say.
+    if not advising:
+        session.files.write_json(options.json, record)
     if session.out is not None:
         print_summary(session.out, plan, json_records.costs_of(plan), baselines, listing=options.program)
         if options.plan:
             session.out.print(f"plan           {options.plan}")
-    record = json_records.search_record(plan, baselines)
-    if options.advise and not plan.result.interrupted:
+    if advising:
         with activity(options.quiet) as tell:
             variants = advise(plan, lambda on: _replanned(options, target, on), tell)
         record["advice"] = advice_record(variants)
+        session.files.write_json(options.json, record)
         if session.out is not None:
             print_advice(session.out, variants)
-    session.files.write_json(options.json, record)
     return DONE
 
 
@@ -272,11 +276,11 @@ def _search_several(options: argparse.Namespace, session: _Session, targets: Tar
         raise
     _tell_interrupted(options, any(p.result.interrupted for p in plans.values()), plans.gap, plans.lower_bound)
     session.files.write(options.plan, plans.save)
+    session.files.write_json(options.json, several_record(plans))
     if session.out is not None:
         print_several(session.out, plans, listing=options.program)
         if options.plan:
             session.out.print(f"plans          {options.plan}")
-    session.files.write_json(options.json, several_record(plans))
     return DONE
 
 

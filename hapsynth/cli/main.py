@@ -9,6 +9,7 @@ dropped, and the command ends as it would have.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed, as by `>&-`
             setattr(sys, stream, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+        elif isinstance(to := getattr(sys, stream), io.TextIOWrapper):
+            to.reconfigure(errors="backslashreplace")  # names may have characters that it lacks
     try:
         options = parser().parse_args(argv)
     except SystemExit as stop:

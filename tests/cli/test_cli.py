@@ -1,6 +1,7 @@
 """The command line: its reports, golden ones of a frozen plan among them, and the JSON documents."""
 
 import argparse
+import io
 import json
 import logging
 import os
@@ -478,14 +479,25 @@ class Broken:
         raise OSError("no file")
 
 
-@pytest.mark.parametrize("extra", [[], ["--json", "-"]])
+@pytest.mark.parametrize("extra", [["--json", "a.json"], ["--json", "-"]])
 def test_a_full_standard_output(
     extra: list[str], files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """What else is to be written is."""
     monkeypatch.setattr(sys, "stdout", Broken(OSError(28, "No space left on device")))
     assert main(["search", "model.py", "--cluster", "mixed.toml", *extra]) == 2
     error = "hapsynth search: standard output: [Errno 28] No space left on device\n"
     assert capsys.readouterr().err == error
+    assert (files / "a.json").exists() is (extra[1] == "a.json")
+
+
+def test_names_that_standard_output_has_no_characters_for(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii", "strict"))
+    (files / "mixed.toml").write_text('name = "größe"\n' + CLUSTER, encoding="utf-8")
+    assert main(["search", "model.py", "--cluster", "mixed.toml"]) == 0
+    sys.stdout.flush()
+    assert rb"gr\xf6\xdfe" in written.getvalue()
 
 
 @pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN])
