@@ -36,6 +36,9 @@ from hapsynth.running.form import Form, holds_exact
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError, check_granule
 
+_LEAST_S = 0.05
+"""Seconds for planning where tracing has used up the time budget."""
+
 
 def devices_of(mesh: Any, cluster: Any) -> tuple[jax.sharding.Mesh | None, Cluster]:
     """The mesh to run on, if there is one, and what its devices can do."""
@@ -119,6 +122,11 @@ def check_planned(name: str, value: Any) -> None:
 def planned_exact(form: Form, devices: jax.sharding.Mesh | None) -> bool:
     """Whether a plan is made for shards of exact size in memory (`synthesize`)."""
     return holds_exact(form) or (form == "auto" and devices is not None and devices.is_multi_process)
+
+
+def left_for_planning(time_budget_s: float | None, trace_s: float) -> float | None:
+    """Seconds of a time budget that tracing leaves."""
+    return None if time_budget_s is None else max(_LEAST_S, time_budget_s - trace_s)
 
 
 def traced_as_asked(

@@ -20,6 +20,7 @@ from hapsynth._options import (
     devices_of,
     fixed_ratios_of,
     layouts_of,
+    left_for_planning,
     planned_exact,
     tell_lesser_memory,
     traced_as_asked,
@@ -47,8 +48,6 @@ from hapsynth.several.plans import Functions, Plans, RatiosOfEach, synthesize_se
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
-_LEAST_S = 0.05
-"""Seconds for planning where tracing has used up the time budget."""
 _EXACT = (
     "form='fused' (--form fused) for a job of several processes, or 'staged', may, as each device is then limited by "
     "its own memory"
@@ -298,7 +297,7 @@ def synthesize(
             timings = {"trace_s": trace_s, "cache_s": total_s - trace_s, "total_s": total_s}
             return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
 
-    left = None if time_budget_s is None else max(_LEAST_S, time_budget_s - trace_s)
+    left = left_for_planning(time_budget_s, trace_s)
     with _hinting(options, cluster, *([] if recompute else [_RECOMPUTE])):
         if recompute:
             graph, result = planned_to_fit(traced.graph, task, left)

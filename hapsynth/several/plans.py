@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from hapsynth._options import Ratios, fixed_ratios_of, layouts_of, traced_as_asked
+from hapsynth._options import Ratios, fixed_ratios_of, layouts_of, left_for_planning, traced_as_asked
 from hapsynth._warn import warn_user
 from hapsynth.adapting.resize import best_sizes, resized
 from hapsynth.cluster.cluster import Cluster
@@ -189,6 +189,7 @@ def synthesize_several(
     shared = shared_state(traced, said)
     weights = _weights(shared, frequency or {})
     trace_s = time.perf_counter() - began
+    options = replace(options, time_budget_s=left_for_planning(options.time_budget_s, trace_s))
     planner = JointPlanner(
         shared,
         weights,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import graphs
@@ -15,6 +16,9 @@ import pytest
 from slow_devices import SPEEDS, first_devices, slow_cluster
 
 import hapsynth
+from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.several import plans
+from hapsynth.several.joint_planner import JointPlanner
 
 CLUSTER = slow_cluster(SPEEDS["3:1"])
 W = np.ones((12, 8), np.float32)
@@ -39,6 +43,25 @@ ARGS: dict[Any, Any] = {name: (State(W, W), W) for name in FUNCTIONS}
 
 def planned(functions: Any = FUNCTIONS, args: Any = ARGS, **options: Any) -> hapsynth.Plans:
     return hapsynth.synthesize(functions, args, CLUSTER, leave_out=False, **options)
+
+
+def test_tracing_is_within_the_time_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, budgets = [0.0], list[float | None]()
+
+    def tracing(state: State, x: Any) -> Any:
+        now[0] += 3.0
+        return train(state, x)
+
+    def begun(planner: JointPlanner) -> Any:
+        budgets.append(planner.options.time_budget_s)
+        raise InfeasibleError("only begun", 1.0)
+
+    monkeypatch.setattr(JointPlanner, "run", begun)
+    monkeypatch.setattr(plans, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for budget in (None, 10.0, 2.0):
+        with pytest.raises(InfeasibleError):
+            planned({"train": tracing, "eval": evaluate}, time_budget_s=budget)
+    assert budgets == [None, 7.0, 0.05]
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
