@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -232,7 +233,7 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
     except InfeasibleError as error:
         record, helps = _infeasible(options, target, cluster, error), None
         if options.advise:
-            with activity(options.quiet) as tell:
+            with activity(_shown(options)) as tell:
                 helps = remedies(_shortage(options, target, cluster, error), tell)
             record["remedies"] = remedies_record(helps)
         session.files.write_json(options.json, record)
@@ -244,7 +245,7 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
     timings = plan.result.timings_s
     # Whoever limits the time, ends the search or has planned this before does not wait for more: `compare` says it.
     if options.time_budget is None and not plan.result.interrupted and "cache_s" not in timings and session.reports:
-        with activity(options.quiet) as tell:
+        with activity(_shown(options)) as tell:
             tell("planned; beside it data parallel, ZeRO-2, ZeRO-3, one device")
             baselines = json_records.comparison(plan, json_records.COMMON, each=False)
     record = json_records.search_record(plan, baselines)
@@ -257,7 +258,7 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
         if options.plan:
             session.out.print(f"plan           {options.plan}")
     if advising:
-        with activity(options.quiet) as tell:
+        with activity(_shown(options)) as tell:
             variants = advise(plan, lambda on: _replanned(options, target, on), tell)
         record["advice"] = advice_record(variants)
         session.files.write_json(options.json, record)
@@ -297,16 +298,15 @@ def _infeasible(
 def _shortage(options: argparse.Namespace, target: Target, cluster: Cluster, error: InfeasibleError) -> Shortage:
     def plan(args: tuple[Any, ...], kwargs: Mapping[str, Any], on: Cluster, limit: float | None) -> Plan:
         # With devices left out as well, many more searches would have to fail before one is known to.
-        requested: dict[str, Any] = {**asked(options), "leave_out": False}
-        warnings.simplefilter("ignore", ClusterWarning)  # It was said of the cluster that there is.
-        return synthesize(target.fn, args, on, example_kwargs=kwargs, memory_limit=limit, **requested)
+        return _replanned(options, replace(target, args=args, kwargs=kwargs), on, memory_limit=limit, leave_out=False)
 
     return Shortage(target.fn, target.args, target.kwargs, cluster, options.memory_limit, error.needs, plan)
 
 
-def _replanned(options: argparse.Namespace, target: Target, on: Cluster) -> Plan:
-    """The same on another cluster, without what is for its own plan alone: warnings, and a closer bound."""
-    requested: dict[str, Any] = {**asked(options), "joint_gap": None, "memory_limit": options.memory_limit}
+def _replanned(options: argparse.Namespace, target: Target, on: Cluster, **changed: Any) -> Plan:
+    """The same on another cluster, or with other options, without what is for its own plan alone: warnings, and a
+    closer bound."""
+    requested: dict[str, Any] = asked(options) | {"joint_gap": None, "memory_limit": options.memory_limit} | changed
     with warnings.catch_warnings():
         for said in (ClusterWarning, OverlapWarning):
             warnings.simplefilter("ignore", said)
@@ -330,7 +330,7 @@ def _compile(options: argparse.Namespace, session: _Session) -> int:
     source = source_of(options.file, options.function)
     if options.hlo is not None:
         session.files.make_folder("--hlo", options.hlo)
-    with activity(options.quiet) as tell:
+    with activity(_shown(options)) as tell:
         targets = compile_for(plan, options.targets, form=options.form, source=source, tell=tell, texts=options.hlo)
     session.files.write_json(options.json, targets_record(targets))
     if session.out is not None:
@@ -351,7 +351,7 @@ def _run(options: argparse.Namespace, session: _Session) -> int:
     plan = run.on_mesh(saved, mesh, options.form)
     args, kwargs = example_arguments(plan.traced, target.args, target.kwargs, options.seed)
     try:
-        with activity(options.quiet) as tell:
+        with activity(_shown(options)) as tell:
             trial = run.run_trial(plan, args, kwargs, options.steps, tell)
     except jax.errors.JaxRuntimeError as error:
         return _fail("hapsynth run", "the run failed", error, FAILED)
@@ -378,7 +378,7 @@ def _explain(options: argparse.Namespace, session: _Session) -> int:
     value = None if options.value is None else find_value(plan, options.value)
     if session.out is None:
         return DONE
-    with activity(options.quiet) as tell:
+    with activity(_shown(options)) as tell:
         explainer = Explainer.of(session.out, plan, options.top, tell)
         if value is None:
             explainer.everything()
@@ -422,13 +422,13 @@ def _export(options: argparse.Namespace, session: _Session) -> int:
 
 
 def _profile(options: argparse.Namespace, session: _Session) -> int:
-    with activity(options.quiet) as tell:
+    with activity(_shown(options)) as tell:
         profile_command(options, session.files, session.out, tell)
     return DONE
 
 
 def _preflight(options: argparse.Namespace, session: _Session) -> int:
-    with activity(options.quiet) as tell:
+    with activity(_shown(options)) as tell:
         preflight_command(options, session.out, tell)
     return DONE
 
@@ -444,6 +444,11 @@ _COMMANDS = {
     "profile": _profile,
     "preflight": _preflight,
 }
+
+
+def _shown(options: argparse.Namespace) -> bool | None:
+    """Whether progress is; None: where standard error is a terminal."""
+    return False if options.quiet else getattr(options, "progress", None)
 
 
 def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> Plan:
@@ -462,7 +467,7 @@ def _synthesized(options: argparse.Namespace, target: Target | Targets, cluster:
         check_joint_gap(options.joint_gap, overlap=options.overlap)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    with progress(False if options.quiet else options.progress) as show:
+    with progress(_shown(options)) as show:
         return synthesize(
             functions,
             args,

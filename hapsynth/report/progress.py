@@ -24,10 +24,9 @@ def progress(wanted: bool | None) -> Generator[Callable[[Progress], None] | None
 
     `wanted` None: shown where standard error is a terminal. True on anything else: a line for every new best cost.
     """
-    terminal = sys.stderr.isatty()
-    if not (terminal if wanted is None else wanted):
+    if not _shown(wanted):
         yield None
-    elif terminal:
+    elif sys.stderr.isatty():
         best = Best()
         with _live("tracing") as update:
             yield lambda p: update(best.line(p))
@@ -36,13 +35,19 @@ def progress(wanted: bool | None) -> Generator[Callable[[Progress], None] | None
 
 
 @contextmanager
-def activity(quiet: bool = False) -> Generator[Callable[[str], None]]:
-    """Shows the current activity, as one line on a terminal; does nothing where standard error is none."""
-    if quiet or not sys.stderr.isatty():
+def activity(wanted: bool | None = None) -> Generator[Callable[[str], None]]:
+    """Shows the current activity, where `progress` would show anything: as one line on a terminal, else a line each."""
+    if not _shown(wanted):
         yield lambda _: None
-        return
-    with _live("working") as update:
-        yield update
+    elif sys.stderr.isatty():
+        with _live("working") as update:
+            yield update
+    else:
+        yield say
+
+
+def _shown(wanted: bool | None) -> bool:
+    return sys.stderr.isatty() if wanted is None else wanted
 
 
 @contextmanager

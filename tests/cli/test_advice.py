@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from cli_model import CLUSTER, MODEL
 from slow_devices import slow_cluster
 from wide_activations import ARGS
 
+from hapsynth._warn import OverlapWarning
 from hapsynth.api import synthesize
+from hapsynth.cli import commands
 from hapsynth.cli.main import main
-from hapsynth.cluster.cluster import Cluster, DeviceKind, Link
+from hapsynth.cluster.cluster import Cluster, ClusterWarning, DeviceKind, Link
 from hapsynth.cluster.curves import Curve
 from hapsynth.report.tables import console
 from hapsynth.report.what_if import advice_record, print_advice
@@ -274,6 +277,30 @@ def test_what_would_make_it_fit(
             assert r["memory_bytes"] <= (64 << 10 if change != memory else 2**30)
     assert found[memory]["fits"]
     assert found[next(c for c in rest if "batch" in c)]["fits"]
+
+
+def test_what_is_for_a_plan_alone_is_left_out_of_remedies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closer bound, and warnings; and no progress is shown that was not to be."""
+    (tmp_path / "model.py").write_text(TINY)
+    (tmp_path / "small.toml").write_text(SMALL)
+    monkeypatch.chdir(tmp_path)
+    gaps, terminal = list[float | None](), io.StringIO()
+
+    def planned(*args: Any, joint_gap: float | None, **options: Any) -> Any:
+        gaps.append(joint_gap)
+        for kind in (ClusterWarning, OverlapWarning):
+            warnings.warn("so it is", kind, stacklevel=1)
+        raise InfeasibleError("no program fits", 1e6)
+
+    monkeypatch.setattr(commands, "synthesize", planned)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert (
+        main(["search", "model.py", "--cluster", "small.toml", "--advise", "--no-progress", "--joint-gap", "3%"]) == 1
+    )
+    assert (gaps[0], set(gaps[1:])) == (0.03, {None})
+    said = ["warning: so it is", "warning: so it is", "infeasible: no program fits"]
+    assert terminal.getvalue().splitlines() == [f"hapsynth search: {line}" for line in said]
 
 
 def test_no_more_is_tried_than_does() -> None:

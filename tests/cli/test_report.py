@@ -237,6 +237,10 @@ def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str
     text, errors = capsys.readouterr()
     assert text == ""
     assert errors.count("\n") == 2
+    for wanted in (None, False, True):
+        with activity(wanted) as tell:
+            tell("another cluster")
+    assert capsys.readouterr() == ("", "another cluster\n")
 
 
 @pytest.mark.parametrize("columns", [80, 40, 20])
@@ -247,7 +251,7 @@ def test_progress_on_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(progress_module.sys, "stderr", terminal)
     with progress(False) as show:
         assert show is None
-    with activity(quiet=True) as tell:
+    with activity(False) as tell:
         tell("nothing")
     assert terminal.text == ""
     with progress(None) as show:
