@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -223,7 +224,6 @@ def _add_together(parser: argparse.ArgumentParser) -> None:
         metavar="FUNCTION:PATH=PATH",
         action="append",
         default=[],
-        type=_state,
         help="of several functions: which part of the state an argument of one, or with `return` a result, is, as in "
         "\"eval:[0]=[0]['params']\"",
     )
@@ -273,7 +273,6 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         metavar="[FUNCTION:][CLASS=]R,R,...",
         action="append",
         default=[],
-        type=_ratio,
         help="fractions to cut by, one per device in mesh order, or those of one class (may be repeated), as in "
         "0.75,0.25 or \"[1]['x'].0=0.75,0.25\"",
     )
@@ -282,7 +281,6 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         metavar="[FUNCTION:]FILE:LINE=HOW",
         action="append",
         default=[],
-        type=_expectation,
         help="trips of the while loop at a source line, or how often the predicate of the cond there is true "
         "(of a switch: train.py:40=0.7,0.2,0.1)",
     )
@@ -314,46 +312,56 @@ def _frequency(text: str) -> tuple[str, float]:
     return name, value
 
 
-def _state(text: str) -> tuple[str, tuple[str, str]]:
-    function, rest = _prefixed(text)
-    path, _, of = rest.rpartition("=")
-    if not (function and path and of):
-        why = f"{text!r} is no function, path and path of the state, as in \"eval:[0]=[0]['params']\""
-        raise argparse.ArgumentTypeError(why)
-    return function, (path, of)
+def _state(text: str) -> tuple[str, str]:
+    path, _, of = text.rpartition("=")
+    if not (path and of):
+        raise UsageError(f"--state: {text!r} is no path and path of the state, as in \"[0]=[0]['params']\"")
+    return path, of
 
 
-def _prefixed(text: str) -> tuple[str, str]:
-    """The name of a function before a colon, or none, and the rest."""
-    head, colon, tail = text.partition(":")
-    return (head, tail) if colon and head.isidentifier() else ("", text)
-
-
-def _expectation(text: str) -> tuple[str, tuple[str, float | tuple[float, ...]]]:
-    function, rest = _prefixed(text)
-    line, _, how = rest.rpartition("=")
+def _expectation(text: str) -> tuple[str, float | tuple[float, ...]]:
+    line, _, how = text.rpartition("=")
     try:
         first, *others = map(float, how.split(","))
     except ValueError:
         first, others, line = 0.0, list[float](), ""
     if not line:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a source line and numbers, as in train.py:40=0.125")
-    return function, (line, (first, *others) if others else first)
+        raise UsageError(f"--expect: {text!r} is not a source line and numbers, as in train.py:40=0.125")
+    return line, (first, *others) if others else first
 
 
-def _ratio(text: str) -> tuple[str, tuple[str, tuple[float, ...]]]:
-    function, rest = _prefixed(text)
-    name, _, fractions = rest.rpartition("=")
+def _ratio(text: str) -> tuple[str, tuple[float, ...]]:
+    name, _, fractions = text.rpartition("=")
     try:
-        return function, (name, tuple(map(float, fractions.split(","))))
+        return name, tuple(map(float, fractions.split(",")))
     except ValueError:
         why = f"{text!r} is not fractions, as in 0.75,0.25, with a class before them or none: [0].0=0.75,0.25"
-        raise argparse.ArgumentTypeError(why) from None
+        raise UsageError(f"--ratios: {why}") from None
+
+
+def _of_functions(given: Sequence[str], names: Sequence[str], read: Callable[[str], _T]) -> list[tuple[str, _T]]:
+    """Of each text the name of a function before a colon, or none, and the rest, read. The name is one of `names`, the
+    longest that fits, or else what looks like one."""
+    found: list[tuple[str, _T]] = []
+    for text in given:
+        head, colon, _ = text.partition(":")
+        fitting = [name for name in names if text.startswith(f"{name}:")]
+        name = max(fitting, key=len) if fitting else head if colon and head.isidentifier() else None
+        found.append(("", read(text)) if name is None else (name, read(text[len(name) + 1 :])))
+    return found
+
+
+def _once(option: str, given: Sequence[tuple[str, _T]]) -> dict[str, _T]:
+    """By name; UsageError for one that is given twice."""
+    for name, count in Counter(name for name, _ in given).items():
+        if count > 1:
+            raise UsageError(f"{option} is given {count} times for {name}: give it once")
+    return dict(given)
 
 
 def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -> dict[str, Any]:
     """Keyword arguments of `synthesize` for the only function, or for several, by their names; UsageError for what is
-    given for others."""
+    given for others, or can't be read."""
     alike = {
         "time_budget_s": options.time_budget,
         "form": options.form,
@@ -361,19 +369,22 @@ def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -
         "overlap": options.overlap,
         "joint_gap": options.joint_gap,
     }
+    names = [options.function] if functions is None and options.function is not None else functions or []
+    expect = _of_functions(options.expect, names, _expectation)
+    ratios = _of_functions(options.ratios, names, _ratio)
     if functions is None:
-        expect = dict(_of_one("--expect", options.expect))
         alike |= {"recompute": options.recompute, "cache": options.cache}
-        return {**alike, "expect": expect, "ratios": _ratios_of(_of_one("--ratios", options.ratios))}
+        expect_of_one = _once("--expect", _of_one("--expect", expect))
+        return {**alike, "expect": expect_of_one, "ratios": _ratios_of(_of_one("--ratios", ratios))}
     if options.recompute:
         raise UsageError("--recompute is for one function: pick it with --function, or use jax.checkpoint in these")
-    each = lambda option, given: {name: dict(of) for name, of in _of_each(option, given, functions).items()}
+    state = _of_functions(options.state, names, _state)
     return {
         **alike,
-        "expect": each("--expect", options.expect),
-        "ratios": _ratios_of_each(options.ratios, functions),
-        "frequency": dict(options.frequency),
-        "state": each("--state", options.state),
+        "expect": {name: _once("--expect", of) for name, of in _of_each("--expect", expect, functions).items()},
+        "ratios": _ratios_of_each(ratios, functions),
+        "frequency": _once("--frequency", options.frequency),
+        "state": {name: _once("--state", of) for name, of in _of_each("--state", state, functions).items()},
     }
 
 

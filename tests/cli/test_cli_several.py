@@ -10,6 +10,7 @@ from cli_model import MODEL
 import hapsynth
 from hapsynth.cli.main import main
 from hapsynth.cli.model_file import Targets, load_target
+from hapsynth.cli.options import asked, parser
 
 SEVERAL = """
 
@@ -99,6 +100,27 @@ def test_ratios_and_memory(model: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert not (model / "p.json").exists()
 
 
+def test_functions_of_any_names() -> None:
+    """One may begin with another's name and a colon."""
+    argv = ["search", "m.py", "--cluster", "c.toml"]
+    given = {
+        "--ratios": ["train-step:0.5,0.5", "a:b:[0]['x:y'].0=1,0", "a:[0]['x'].0=0,1"],
+        "--expect": ["a:b:train.py:4=3", "a:train.py:4=0.5,0.5"],
+        "--state": ["train-step:[0]=[0]['x']", "a:b:return=[0]"],
+        "--frequency": ["train-step=0.5", "a:b=2"],
+    }
+    texts = [text for option, each in given.items() for one in each for text in (option, one)]
+    found = asked(parser().parse_args([*argv, *texts]), ["a", "a:b", "train-step"])
+    assert found["ratios"] == {
+        "train-step": (0.5, 0.5),
+        "a:b": {"[0]['x:y'].0": (1.0, 0.0)},
+        "a": {"[0]['x'].0": (0.0, 1.0)},
+    }
+    assert found["expect"] == {"a:b": {"train.py:4": 3.0}, "a": {"train.py:4": (0.5, 0.5)}}
+    assert found["state"] == {"train-step": {"[0]": "[0]['x']"}, "a:b": {"return": "[0]"}}
+    assert found["frequency"] == {"train-step": 0.5, "a:b": 2.0}
+
+
 ARGS = "(jax.ShapeDtypeStruct((8,), 'float32'),)"
 BAD: dict[str, tuple[list[str], str]] = {
     "nothing picked": (
@@ -133,6 +155,25 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["search", "model.py", "--cluster", "mixed.toml", "--ratios", "train:0.5,0.5"],
         r"--ratios names the function 'train', but there is one alone: leave the name out",
     ),
+    "frequency twice": (
+        [*SEARCH, "--frequency", "eval=1", "--frequency", "eval=2"],
+        r"--frequency is given 2 times for eval: give it once",
+    ),
+    "expected twice": (
+        [*SEARCH, *["--expect", "train:model.py:8=3", "--expect", "train:model.py:8=4"]],
+        r"--expect is given 2 times for model\.py:8: give it once",
+    ),
+    "state twice": ([*SEARCH, "--state", "eval:[0]=[0]['m']"], r"--state is given 2 times for \[0\]: give it once"),
+    "ratios of the one that is picked": (
+        ["search", FILE, "--cluster", "mixed.toml", "--function", "train", "--ratios", "train:0.5,0.5"],
+        r"--ratios names the function 'train', but there is one alone: leave the name out",
+    ),
+    "no ratios": (
+        [*SEARCH, "--ratios", "train:[0]['w'].0=a,b"],
+        r"--ratios: \"\[0\]\['w'\]\.0=a,b\" is not fractions, as in .*",
+    ),
+    "no expectation": ([*SEARCH, "--expect", "train:8"], r"--expect: '8' is not a source line and numbers, as in .*"),
+    "no state": ([*SEARCH, "--state", "train:[0]"], r"--state: '\[0\]' is no path and path of the state, as in .*"),
     "state of nothing": ([*SEARCH[:-2], "--state", "eval:[0]=[7]"], r"state has '\[0\]' of 'eval' be '\[7\]', but .*"),
 }
 
