@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 
 from hapsynth._errors import UsageError
-from hapsynth._files import discard
 from hapsynth.cli.failures import fail, fail_of_system
 from hapsynth.cli.options import MISUSED
 from hapsynth.jobs.batch_system import started_by
@@ -36,13 +35,7 @@ def _launch(options: argparse.Namespace) -> int:
         command = [sys.executable, "-m", *options.module]
     elif command[0].endswith(".py"):
         command = [sys.executable, *command]
-    status = launch(place(options, os.environ), command)
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read it has gone, as `| head` does: the status is the job's, and Python's own at exit another.
-        discard(sys.stdout)
-    return status
+    return launch(place(options, os.environ), command)
 
 
 def place(options: argparse.Namespace, environment: Mapping[str, str]) -> Launch:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from hapsynth._files import discard, say
 from hapsynth.cli.failures import fail_of_system
@@ -28,13 +28,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, stream) is None:  # closed, as by `>&-`
             setattr(sys, stream, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
         elif isinstance(to := getattr(sys, stream), io.TextIOWrapper):
-            to.reconfigure(errors="backslashreplace")  # names may have characters that it lacks
+            with suppress(OSError):  # of what a caller has printed, and nobody reads
+                to.reconfigure(errors="backslashreplace")  # names may have characters that it lacks
+    status = _run(argv)
+    # Python holds what argparse, a model file or the processes of a job printed, and at exit would end with a status of
+    # its own where that can't be written.
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            discard(stream)
+            if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+                status = status or fail_of_system("hapsynth", error)
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         options = parser().parse_args(argv)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else MISUSED
     except BrokenPipeError:  # by what prints a completion script
-        discard(sys.stdout)
         return 0
     except OSError as error:
         return fail_of_system("hapsynth", error)

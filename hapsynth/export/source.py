@@ -56,7 +56,8 @@ def source_of(plan: Planned) -> str:
     if wrong := plan.arguments.wrong_setting():
         raise SourceError(wrong)
     try:
-        text = _Module(plan).text()
+        # Names of files may have characters that no text has.
+        text = _Module(plan).text().encode("utf-8", "backslashreplace").decode()
     except UnwritableError as error:
         raise SourceError(f"to_source: {error}") from error
     try:

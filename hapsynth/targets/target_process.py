@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from hapsynth._files import write_text
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.compiler_target import CompilerTarget
 from hapsynth.cluster.device_kinds import DeviceKind, card_of, known_kinds
@@ -67,7 +68,7 @@ def compile_in_this_process(
     seconds = time.perf_counter() - began
     if texts:
         for number, text in enumerate(compiled.texts):
-            Path(texts, f"{target.kind}-{chosen}-{number}.txt").write_text(text, encoding="utf-8")
+            write_text(Path(texts, f"{target.kind}-{chosen}-{number}.txt"), text)
     try:
         collectives = tuple(c for text in compiled.sent for c in collectives_of(text))
         replayed = plan.replayed(compiled)

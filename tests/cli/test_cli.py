@@ -428,6 +428,24 @@ def test_whoever_reads_errors_may_leave(argv: list[str], status: int, files: Pat
     assert (files / "p.json").exists() is not bool(status)
 
 
+@pytest.mark.parametrize(
+    ("argv", "status", "full"), [(["--help"], 0, 2), (["search"], 2, 2), (["launch", "echo", "1"], 0, 2)]
+)
+def test_what_python_holds_until_its_exit(argv: list[str], status: int, full: int, tmp_path: Path) -> None:
+    """Of what argparse and the processes of a job print."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "hapsynth", *argv]
+    read, write = os.pipe()
+    os.close(read)
+    run = lambda to: (
+        subprocess.run(command, cwd=tmp_path, env=environment, stdout=to, stderr=to, check=False).returncode
+    )
+    assert run(write) == status
+    os.close(write)
+    with open("/dev/full", "wb") as disk:
+        assert run(disk) == full
+
+
 def test_quiet_and_verbose(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search = ["search", "model.py", "--cluster", "mixed.toml", "--memory-limit", "10 GiB", "--plan", "p.json"]
     assert main([*search, "-q"]) == 0

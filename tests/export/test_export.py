@@ -231,6 +231,12 @@ def test_any_reduction() -> None:
     assert_exports(planned(fn, (np.random.default_rng(0).normal(size=(48, 8)).astype(np.float32),)))
 
 
+def test_a_file_whose_name_is_no_text() -> None:
+    found: dict[str, Any] = {"jnp": jnp}
+    exec(compile("def fn(x):\n    return jnp.tanh(x)", "mod\udce9l.py", "exec"), found)
+    assert r"mod\udce9l.py:2" in planned(found["fn"], (np.ones((8, 8), np.float32),)).to_source()
+
+
 def test_texts_with_quotes_brackets_and_commas_are_left_whole() -> None:
     """Lines are broken outside of them, and within the brackets of the statement."""
 
