@@ -145,13 +145,18 @@ class Measuring(Worker):
         arguments = begun(fn, traced)
         with emulated.unlimited():
             self.tell(f"{name}: planning")
+            planned = dict.fromkeys(_planned_as(system) for system in self.options.systems if system != "ddp")
             if self.job.first:
-                planned = [_planned_as(system) for system in self.options.systems if system != "ddp"]
-                for system, plan in chosen(
-                    list(dict.fromkeys(planned)), fn, shapes, traced, cluster, mesh=self.mesh
-                ).items():
+                apart = [system for system in planned if system != "overlap"]
+                for system, plan in chosen(apart, fn, shapes, traced, cluster).items():
                     plan.save(self.folder / f"{name}-{system}.json")
             self.meet()
+            if "overlap" in planned:
+                # For the devices here, by one of their processes while the others wait.
+                plan = hapsynth.synthesize(fn, shapes, self.mesh, cluster=cluster, overlap=True)
+                if self.job.first:
+                    plan.save(self.folder / f"{name}-overlap.json")
+                self.meet()
         each, losses, wanted = self.alone(name, fn, arguments)
         rows = [self.row(s, name, fn, shapes, arguments, 1 / each) for s in self.options.systems]
         with emulated.unlimited():

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 import hapsynth
 from hapsynth.adapting import rebalance
@@ -35,10 +34,8 @@ def chosen(
     traced: Traced,
     cluster: hapsynth.Cluster,
     form: Form = "auto",
-    mesh: Mesh | None = None,
 ) -> dict[str, hapsynth.Plan]:
-    """The program and sizes of each system; `form`: of hapsynth's own. `mesh`: of the devices that `overlap` is planned
-    for."""
+    """The program and sizes of each system; `form`: of hapsynth's own."""
     baselines = Baselines(Task(traced.graph, cluster))
     twins = {system: TWIN.get(system, system) for system in systems}
     by_name = baselines.all([name for name in dict.fromkeys(twins.values()) if name in NAMES])
@@ -46,8 +43,6 @@ def chosen(
     for system, twin in twins.items():
         if twin == "plan":
             plans[system] = plans.get("plan") or hapsynth.synthesize(fn, shapes, cluster, form=form)
-        elif twin == "overlap":
-            plans[system] = hapsynth.synthesize(fn, shapes, mesh or cluster, cluster=mesh and cluster, overlap=True)
         elif twin == "always_overlap":
             plans[system] = hapsynth.synthesize(fn, shapes, cluster, form="staged", overlap=True)
         else:
