@@ -19,16 +19,13 @@ from hapsynth.instructions.program.program import Compute, Convert, Instruction,
 from hapsynth.instructions.program.sizes import Node, Sizes, layout_nodes
 from hapsynth.instructions.rules import execute
 from hapsynth.instructions.rules.factor_table import FactorTable, cut_nodes
-from hapsynth.instructions.rules.registry import apart, identity
+from hapsynth.instructions.rules.registry import identity
 from hapsynth.instructions.staging.padded import behind, is_uneven
 from hapsynth.instructions.staging.stages import factor_shares
 from hapsynth.lower._control_flow import Env
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._scopes import scope_of, scope_of_step
 from hapsynth.lower._storage import pad_to, with_length
-
-_FORM = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
-"""Ops that change but the form of what they take."""
 
 
 @dataclass(eq=False)
@@ -82,24 +79,11 @@ class Interpreter:
         start = here.lookup(axes, [start - starts[at - at % n] for at, start in enumerate(starts)])
         length = max(lengths) if here.padded else lengths[self.sizes.position(axes, here.coords)]
         with scope_of_step(self.graph, i):
-            if self._is_window(i.value):
-                whole = apart(whole)
             if here.padded:
                 # A slice that went over the end would begin elsewhere.
                 end = max(start - starts[at - at % n] for at, start in enumerate(starts)) + length
                 whole = pad_to(whole, with_length(whole, dim, max(end, whole.shape[dim])))
             return lax.dynamic_slice_in_dim(whole, start, length, dim, allow_negative_indices=False)
-
-    def _is_window(self, value: int) -> bool:
-        """Whether a value is, but for its form, part of another from a start that is known at run time."""
-        while value in self.graph.producer:
-            op = self.graph.ops[self.graph.producer[value]]
-            if op.name in ("dynamic_slice", "gather"):
-                return True
-            if op.name not in _FORM or len(op.value_operands) != 1:
-                return False
-            value = op.value_operands[0][1]
-        return False
 
     def _compute(self, i: Compute, env: Env, here: MeshPosition) -> list[Any]:
         graph, sizes = self.graph, self.sizes

@@ -18,7 +18,7 @@ from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Cut, Dim, Factors, Local, Reduction
 from hapsynth.instructions.layout import reduction_of
 from hapsynth.instructions.rules.reduce import extreme
-from hapsynth.instructions.rules.registry import apart, bind, identity, no_flops, register
+from hapsynth.instructions.rules.registry import apart, bind, clamped, identity, no_flops, register
 
 _INT32 = jnp.iinfo(jnp.int32)
 _MODES = (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
@@ -128,7 +128,7 @@ def _gather_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     """
     op, params, served = local.op, _local_gather(local), _served(local)
     if not served:
-        return bind(op.primitive, operands, params)
+        return _gather_at(local, operands[0], operands[1], params)
     x, index = operands[0], _as_int32(operands[1])
     mine = True
     for d, column, cut in served:
@@ -141,10 +141,18 @@ def _gather_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
             place = jnp.where(wanted == nearest, place, cut.share)
         index = _with_component(index, column, place)
     params |= _IN_ANY_ORDER
-    (out,) = bind(op.primitive, [x, index], params)
+    (out,) = _gather_at(local, x, index, params)
     mine = jnp.expand_dims(mine, tuple(op.params["dimension_numbers"].offset_dims))
     nothing = jnp.asarray(identity(reduction_of(local.result_layout(0)), out.dtype), out.dtype)
     return [jnp.where(mine, out, nothing)]
+
+
+def _gather_at(local: Local, x: Any, index: Any, params: dict[str, Any]) -> list[Any]:
+    """A single index, of which XLA makes a dynamic slice, is clamped; what is filled is none of it."""
+    if prod(index.shape) == index.shape[-1] > 0 and params["mode"] != Mode.FILL_OR_DROP:
+        room = [x.shape[d] - params["slice_sizes"][d] for d in components(local.op)]
+        index = jnp.concatenate(clamped([index[..., n : n + 1] for n in range(len(room))], room), -1)
+    return bind(local.op.primitive, [x, index], params)
 
 
 @register("gather", params=_local_gather, local=_gather_on_shard, flops=no_flops)
@@ -183,6 +191,9 @@ def _fills_alike(op: Op) -> bool:
 def _scatter_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
     """Drop the updates that fall outside [offset, offset + share)."""
     op, served = local.op, _served(local)
+    if prod(operands[1].shape[:-1]) == 1:
+        # XLA makes a dynamic slice and an update of it; what is dropped is not clamped.
+        operands = [apart(operands[0]), *operands[1:]]
     if not served:
         # Behind the end of a padded shard indices are 0, as others may be too.
         padded = any(cut.held is not None for cut in local.cuts.values())
@@ -198,8 +209,6 @@ def _scatter_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
         mine = (wanted >= 0) & (place >= 0) & (place < cut.end)
         index = _with_component(index, column, jnp.where(mine, place, cut.share))
     params = {**op.params, **_IN_ANY_ORDER, "mode": Mode.FILL_OR_DROP}
-    if prod(index.shape[:-1]) == 1:
-        x = apart(x)
     return bind(op.primitive, [x, index, updates], params)
 
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Cut, Dim, Factors, Local
-from hapsynth.instructions.rules.registry import apart, bind, register
+from hapsynth.instructions.rules.registry import bind, register
 
 
 def _numbers(op: Op) -> tuple[Any, Any, Any, Any, int, int | None]:
@@ -52,7 +52,7 @@ def _on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
         return bind(op.primitive, [lhs, rhs, sizes], op.params)
     # Of this device's rows, those of its own groups are brought to the front.
     before = jnp.where(jnp.arange(sizes.shape[0], dtype=jnp.int32) < groups.offset(), sizes, 0).sum()
-    sizes = lax.dynamic_slice_in_dim(apart(sizes), groups.offset(), groups.share)
+    sizes = lax.dynamic_slice_in_dim(sizes, groups.offset(), groups.share)
     lhs = jnp.roll(lhs, -before, ragged)
     if group is None:
         rhs = jnp.roll(rhs, -before, rhs_contract[lhs_contract.index(ragged)])

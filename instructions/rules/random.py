@@ -21,7 +21,7 @@ from hapsynth._jax import partitionable
 from hapsynth.graph.ir import Op
 from hapsynth.instructions.factors import Factors, Local
 from hapsynth.instructions.rules.elementwise import pointwise
-from hapsynth.instructions.rules.registry import KEYS_ARE_WHOLE, apart, bind, elements, no_flops, register, replicated
+from hapsynth.instructions.rules.registry import KEYS_ARE_WHOLE, bind, elements, no_flops, register, replicated
 
 THREEFRY = "threefry2x32"
 
@@ -62,7 +62,7 @@ def _batch_on_shard(local: Local, keys: Any) -> Any:
     cuts = [(d, cut) for d, dim in enumerate(local.factors.results[0][: keys.ndim]) if (cut := local.cut(dim))]
     if not cuts:
         return keys
-    data = apart(jax.random.key_data(keys))
+    data = jax.random.key_data(keys)
     for d, cut in cuts:
         data = lax.dynamic_slice_in_dim(data, cut.offset(), cut.share, d)
     return jax.random.wrap_key_data(data, impl=THREEFRY)

@@ -192,13 +192,26 @@ def bind(primitive: Any, operands: Sequence[Any], params: Mapping[str, Any]) -> 
     return list(out) if primitive.multiple_results else [out]
 
 
-def apart(x: Any) -> Any:
-    """`x` as it is, where XLA must not merge what makes it with what reads it.
+def clamped(starts: Sequence[Any], room: Sequence[int]) -> list[Any]:
+    """The starts of a window as XLA clamps them, `room`: the last it may have along each dimension.
 
-    XLA folds a dynamic slice of a dynamic slice, and what it turns into one (a gather or scatter of a single index),
-    without clamping the starts: it then reads past the inner one (openxla/xla#49121, jax-ml/jax#40849). Shards are
-    dynamic slices, so a program that is right in plain JAX would go wrong here.
+    XLA folds a dynamic slice of a dynamic slice, and what it turns into one (a gather of a single index), into one that
+    starts at the sum of their starts as these are, not as clamped, and in their type, if it overflows too
+    (openxla/xla#49121, jax-ml/jax#40849). Shards are dynamic slices, and one of many indices may be all that a device
+    has, so a program that is right in plain JAX would go wrong here. Written out, the clamp is part of the sum.
     """
+    fits = max(room, default=0) <= jnp.iinfo(jnp.int32).max
+    found: list[Any] = []
+    for start, last in zip(starts, room, strict=True):
+        zero, last = np.array([0, min(last, jnp.iinfo(start.dtype).max)], start.dtype)
+        inside = lax.clamp(zero, start, last) if last else jnp.zeros_like(start)
+        found.append(inside.astype(jnp.int32) if fits else inside)
+    return found
+
+
+def apart(x: Any) -> Any:
+    """`x` as it is, where XLA must not fold a dynamic slice that makes it into one that reads it: see `clamped`, which
+    does where both starts are at hand."""
     return lax.optimization_barrier(x)
 
 

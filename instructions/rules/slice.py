@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from hapsynth.instructions.factors import Dim, Factors, Local
-from hapsynth.instructions.rules.registry import no_flops, register
+from hapsynth.instructions.rules.registry import bind, clamped, no_flops, register
 from hapsynth.instructions.rules.reshaping import reorders
 
 
@@ -39,11 +41,24 @@ def _slice(f: Factors) -> None:
     reorders(f)
 
 
-def _local_dynamic_slice(local: Local) -> dict[str, Any]:
-    return {**local.op.params, "slice_sizes": local.result_shapes[0]}
+def _clamped(local: Local, starts: Sequence[Any], window: Sequence[int]) -> list[Any]:
+    dtypes = local.op.dtypes[len(local.op.dtypes) - len(starts) :]
+    room = [n - m for n, m in zip(local.shapes[0], window, strict=True)]
+    return clamped([jnp.asarray(start, dtype) for start, dtype in zip(starts, dtypes, strict=True)], room)
 
 
-@register("dynamic_slice", params=_local_dynamic_slice, flops=no_flops, fusible=True)
+def _slice_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
+    x, *starts = operands
+    window = local.result_shapes[0]
+    return bind(local.op.primitive, [x, *_clamped(local, starts, window)], {**local.op.params, "slice_sizes": window})
+
+
+def _update_on_shard(local: Local, operands: Sequence[Any]) -> list[Any]:
+    x, update, *starts = operands
+    return bind(local.op.primitive, [x, update, *_clamped(local, starts, local.shapes[1])], local.op.params)
+
+
+@register("dynamic_slice", local=_slice_on_shard, flops=no_flops, fusible=True)
 def _dynamic_slice(f: Factors) -> None:
     x = f.operand(0)
     for start in range(1, len(f.op.operands)):
@@ -54,7 +69,7 @@ def _dynamic_slice(f: Factors) -> None:
     reorders(f)
 
 
-@register("dynamic_update_slice", flops=no_flops, fusible=True)
+@register("dynamic_update_slice", local=_update_on_shard, flops=no_flops, fusible=True)
 def _dynamic_update_slice(f: Factors) -> None:
     x = f.operand(0)
     shape = f.op.shapes[1]

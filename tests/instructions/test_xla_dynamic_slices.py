@@ -22,16 +22,44 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.lower import Lowered
 
 X = np.arange(8, dtype=np.float32)
+AT = np.array([3, 9, 0, 5])
+"""One index a device."""
+
+
+ALONG = lax.ScatterDimensionNumbers((0,), (), (0,))
+
+
+def window(x: jax.Array, i: Any) -> jax.Array:
+    return lax.dynamic_slice(x, (i,), (6,), allow_negative_indices=False)
+
+
+def updated(x: jax.Array, update: jax.Array, i: Any) -> jax.Array:
+    return lax.dynamic_update_slice(x, update, (i,), allow_negative_indices=False)
+
+
 WIDE = np.arange(24, dtype=np.float32).reshape(3, 8)
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "one update": (lambda x, i: x.at[i].set(-1.0), (X, np.array([1]))),
     "one update at the last": (lambda x, i: x.at[i].add(5.0, mode="drop"), (X, np.array([7]))),
     "a window taken too far": (lambda x, i: lax.dynamic_slice(x, (i,), (6,)), (X, 5)),
+    "a window reversed twice": (lambda x, i: window(x, i)[::-1][::-1], (X, 5)),
+    "a window updated and put back": (
+        lambda x, i: updated(x, updated(window(x, i), -x[:2], i), i),
+        (X, 3),
+    ),
     "a window reshaped": (lambda x, i: lax.dynamic_slice(x, (i,), (6,)).reshape(6, 1).T, (X, 5)),
     "a whole dimension from beyond": (lambda x, i: lax.dynamic_slice(x, (i, i), (2, 8)), (WIDE, 3)),
     "a whole dimension updated from beyond": (
         lambda x, i: lax.dynamic_update_slice(x, -x[:2], (i, i)),
         (WIDE, 3),
+    ),
+    "one each of a window": (lambda x, i, at: jnp.take(window(x, i), at, mode="clip"), (X, 5, AT)),
+    "one each of a window, or nothing": (lambda x, i, at: window(x, i).at[at].get(mode="fill"), (X, 5, AT)),
+    "one each of a window that is not too far": (lambda x, i, at: jnp.take(window(x, i), at, mode="clip"), (X, 1, AT)),
+    "a window each": (lambda x, i, at: jax.vmap(lambda j: window(x, j)[i])(at), (X, 1, AT)),
+    "an update each of a window": (
+        lambda x, i, at: jax.vmap(lambda j: lax.scatter_max(window(x, i), j, -x[:2], ALONG))(at[:, None]),
+        (X, 1, AT),
     ),
     "one gathered": (lambda x, i: jnp.take(x, i, axis=1, mode="clip"), (WIDE, np.array([9]))),
 }
