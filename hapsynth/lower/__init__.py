@@ -10,7 +10,15 @@ from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import Latencies, compile_with, each_of, is_pinned, options_of
 from hapsynth.lower._recorded_call import RecordedCall
 from hapsynth.lower._staged_form import Staged
-from hapsynth.lower._storage import Storage, host_array, local_positions, own_mesh, with_weak_type
+from hapsynth.lower._storage import (
+    Storage,
+    host_array,
+    local_positions,
+    off_wire,
+    on_wire,
+    own_mesh,
+    with_weak_type,
+)
 from hapsynth.lower._switch_form import Lowered
 from hapsynth.lower._unsupported import UnsupportedError, unsupported
 
@@ -36,6 +44,8 @@ __all__ = [
     "isolated_runs",
     "local_numbers",
     "local_positions",
+    "off_wire",
+    "on_wire",
     "ones",
     "options_of",
     "own_mesh",

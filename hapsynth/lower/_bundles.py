@@ -34,6 +34,7 @@ from hapsynth.lower._collectives import (
 )
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import is_pinned
+from hapsynth.lower._storage import off_wire
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,12 @@ class Bundle:
         if x.nbytes <= indexed and not is_extended(x.dtype):
             whole = self.unpack(np.arange(x.size, dtype=np.int32).reshape(x.shape), lengths)
             numbers = [join_numbers(sizes, step, part) for step, part in zip(self.steps, whole, strict=True)]
+        due = [sizes.graph.values[step.value].dtype for step in self.steps]
         if not any(number is None for number in numbers):
-            return [_taken(x, number) for number in numbers if number is not None]
+            return [off_wire(_taken(x, n), dtype) for n, dtype in zip(numbers, due, strict=True) if n is not None]
         return [
-            receive(sizes, step, part, here) if number is None else _taken(x, number)
-            for step, part, number in zip(self.steps, self.unpack(x, lengths), numbers, strict=True)
+            receive(sizes, step, part, here) if number is None else off_wire(_taken(x, number), dtype)
+            for step, part, number, dtype in zip(self.steps, self.unpack(x, lengths), numbers, due, strict=True)
         ]
 
 

@@ -29,7 +29,7 @@ from hapsynth.lower._collective_order import Each
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pairwise import Pairwise
 from hapsynth.lower._recut import Recut
-from hapsynth.lower._storage import pad_to, with_length
+from hapsynth.lower._storage import off_wire, on_wire, pad_to, with_length
 
 
 def to_blocks(x: jax.Array, dim: int, lengths: Sequence[int], largest: int) -> jax.Array:
@@ -337,7 +337,7 @@ LOWERINGS: dict[str, Lowering] = {
 
 def send(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
     """A padded shard as the collective takes it. A dimension of an even cut is laid out as it is."""
-    return LOWERINGS[step.step].send(sizes, step, x, here)
+    return LOWERINGS[step.step].send(sizes, step, on_wire(x), here)
 
 
 def exchange(
@@ -349,7 +349,7 @@ def exchange(
 
 def receive(sizes: Sizes, step: Convert, x: jax.Array, here: MeshPosition) -> jax.Array:
     """What the collective gave as a padded shard under the target layout."""
-    return LOWERINGS[step.step].receive(sizes, step, x, here)
+    return off_wire(LOWERINGS[step.step].receive(sizes, step, x, here), sizes.graph.values[step.value].dtype)
 
 
 def join_numbers(sizes: Sizes, step: Convert, x: np.ndarray) -> np.ndarray | None:

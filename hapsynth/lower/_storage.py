@@ -53,8 +53,22 @@ def host_array(x: Any) -> Any:
             sharding = x.sharding
             assert isinstance(sharding, NamedSharding)
             with _jax.no_mesh():
-                x = _gather(sharding.mesh, next(iter(x.devices())).platform)(x)
+                whole = _gather(sharding.mesh, next(iter(x.devices())).platform)(on_wire(x))
+            return off_wire(np.asarray(whole), x.dtype)
     return np.asarray(x)
+
+
+def on_wire(x: jax.Array) -> jax.Array:
+    """`x` as collectives take it: integers of fewer than 8 bits as int8, which keeps their values, and as much of sums
+    as they do. XLA's collectives on CPUs raise with those of 2 bits or write past their memory (JAX 0.10.2), and NCCL
+    has no type of fewer than 8."""
+    narrow = jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8
+    return x.astype(jnp.int8) if narrow else x
+
+
+def off_wire(x: Any, dtype: Any) -> Any:
+    """What collectives gave of what is `on_wire`, of JAX's or NumPy's, as it was."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from hapsynth import _jax
-from hapsynth.lower import Each, MeshPosition, Storage, each_of, options_of, with_weak_type
+from hapsynth.lower import Each, MeshPosition, Storage, each_of, off_wire, on_wire, options_of, with_weak_type
 from hapsynth.lower._recut import Recut
 
 
@@ -62,7 +62,7 @@ def exchanger(mesh: Mesh, spec: PartitionSpec, steps: tuple[Change, ...], weak: 
         words: Any = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}.get(x.dtype.itemsize)
         if words is not None and jnp.issubdtype(x.dtype, jnp.floating):
             return lax.bitcast_convert_type(recut(lax.bitcast_convert_type(x, words)), x.dtype)
-        return recut(x)
+        return off_wire(recut(on_wire(x)), x.dtype)
 
     def recut(x: jax.Array) -> jax.Array:
         each = each_of(mesh.axis_names, platform)

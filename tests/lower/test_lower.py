@@ -6,6 +6,8 @@ import random
 from itertools import product
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from lowered_programs import CASES, MODES, SEEDS, assert_close, random_lowered, run, some_hosts
 from lowering_options import SWITCHED
@@ -41,6 +43,25 @@ def of_random_programs(name: str, mode: str, options: LoweringOptions) -> None:
     for seed in SEEDS if len(traced.graph.ops) >= 50 else range(2 * SEEDS.start, 2 * SEEDS.stop):
         lowered = random_lowered(traced, N, seed * len(MODES) + MODES.index(mode), mode, options)
         assert_close(run(lowered, args), want)
+
+
+@pytest.mark.parametrize("mode", ["equal", "skewed"])
+@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4"])
+def test_integers_of_few_bits(dtype: str, mode: str) -> None:
+    """XLA's collectives have no integers of 2 bits on CPUs, and NCCL none of 4."""
+
+    def fn(x: jax.Array) -> list[jax.Array]:
+        few = x.astype(dtype)
+        made = few.T, jnp.sum(few, 0, dtype=dtype), jnp.max(few, 1), few[::-1]
+        return [y.astype(jnp.int8) for y in made]
+
+    # One of each column, as XLA also adds such integers without wrapping around.
+    x = (np.eye(8, 12) * np.random.default_rng(0).integers(-8, 8, 12)).astype(np.int8)
+    traced, want = trace(fn, (x,)), jax.jit(fn)(x)
+    for seed in range(3):
+        lowered = random_lowered(traced, N, seed, mode)
+        for got, wanted in zip(run(lowered, (x,)), want, strict=True):
+            np.testing.assert_array_equal(got, wanted)
 
 
 # Of what takes long to compile, the modes with the most unlike shards.

@@ -33,12 +33,13 @@ MOVES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in MOVES), ("all shift", "bfloat16"), ("all shift", "bool")]
+    ("name", "dtype"),
+    [*((name, "float32") for name in MOVES), *(("all shift", dtype) for dtype in ("bfloat16", "bool", "int2"))],
 )
 def test_values_move_bit_for_bit(name: str, dtype: str) -> None:
     source, target = storages(*MOVES[name], dtype, (12, 5))
     bits = np.random.default_rng(0).integers(0, 256, (12, 5, source.dtype.itemsize), dtype=np.uint8)
-    value = bits.view(source.dtype)[..., 0] if dtype != "bool" else bits[..., 0] > 99
+    value = bits.view(source.dtype)[..., 0] if dtype not in ("bool", "int2") else (bits[..., 0] % 2).astype(dtype)
     moved = exchange(source, target, source.put(value, copy=True))
     assert moved is not None
     assert moved.sharding == target.sharding
