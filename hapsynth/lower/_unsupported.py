@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +15,8 @@ from hapsynth.instructions.rules.registry import bind, rule_name
 
 _REFUSED = ("UNIMPLEMENTED", "NOT_FOUND", "INVALID_ARGUMENT", "INTERNAL")
 """How an error of XLA's begins that is no lack of memory and no fault of the run."""
+_OF_THE_RUN = re.compile("NCCL|CUDA[ _]error|rendezvous|clique", re.IGNORECASE)
+"""What it names where the devices, or those of other processes, failed in running: after that no op runs there."""
 _LAYOUTS = "compiled for input layouts that disagree"
 """JAX 0.10.2: arrays of less than a byte an element say that they are of none, and such programs ask for their bits."""
 
@@ -36,6 +40,8 @@ def unsupported(graph: Graph, device: Any, error: Exception) -> UnsupportedError
         )
     if not (isinstance(error, (NotImplementedError, TypeError, ValueError)) or str(error).startswith(_REFUSED)):
         return None
+    if compiles and _OF_THE_RUN.search(str(error)):
+        return None
     tried: set[str] = set()
     for op in graph.ops:
         key = f"{rule_name(op)} {op.shapes} {op.dtypes} {op.params}"
@@ -43,10 +49,12 @@ def unsupported(graph: Graph, device: Any, error: Exception) -> UnsupportedError
             continue
         tried.add(key)
         try:
-            _compile(op, device, compiles)
+            _compile(*_alone(op), device, compiles)
         except Exception as alone:
-            if type(alone) is not type(error):
+            if type(alone) is not type(error) or (compiles and _status(alone) != _status(error)):
                 continue
+            if compiles and not _compiles_anything(device):
+                return None
             operands = ", ".join(f"{d}{list(s)}" for d, s in zip(op.dtypes, op.shapes))
             where = f" ({op.source})" if op.source else ""
             kind = f"{device.platform} ({device.device_kind})"
@@ -65,13 +73,33 @@ def _sub_byte_dtypes(graph: Graph) -> list[str]:
     return sorted(map(str, integers + floats))
 
 
-def _compile(op: Op, device: Any, compiles: bool) -> None:
+def _status(error: Exception) -> str:
+    """Of an error of XLA's, such as INTERNAL."""
+    return str(error).partition(":")[0]
+
+
+def _alone(op: Op) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """A function that is one op, and its arguments."""
+
     def alone(*values: Any) -> list[Any]:
         rest = iter(values)
         return bind(op.primitive, [o.value if isinstance(o, Literal) else next(rest) for o in op.operands], op.params)
 
-    structs = [jax.ShapeDtypeStruct(op.shapes[i], op.dtypes[i]) for i, _ in op.value_operands]
+    return alone, [jax.ShapeDtypeStruct(op.shapes[i], op.dtypes[i]) for i, _ in op.value_operands]
+
+
+def _compile(fn: Callable[..., Any], structs: Sequence[Any], device: Any, compiles: bool) -> None:
     with _jax.no_mesh(), jax.default_device(device):
-        lowered = jax.jit(alone).lower(*structs)
+        lowered = jax.jit(fn).lower(*structs)
         if compiles:
             lowered.compile()
+
+
+def _compiles_anything(device: Any) -> bool:
+    """Whether the device still does: one that an earlier kernel broke refuses all."""
+    try:
+        # A function of its own, which JAX has not compiled before.
+        _compile(lambda x: -x, [jax.ShapeDtypeStruct((), "float32")], device, True)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

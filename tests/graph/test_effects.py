@@ -19,6 +19,7 @@ from hapsynth import TraceError, UnsupportedError
 from hapsynth.cli.main import main
 from hapsynth.instructions.rules import factors_of
 from hapsynth.instructions.rules.replicated_ops import named
+from hapsynth.lower import _unsupported, unsupported
 from hapsynth.plan import Plan
 
 X = np.random.default_rng(0).normal(size=(960, 8)).astype(np.float32)
@@ -225,6 +226,28 @@ def test_what_the_devices_lack_is_named(name: str) -> None:
     with pytest.raises(UnsupportedError, match=text) as caught:
         plan(x)
     assert "lambda x: jax." in line_of(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "INTERNAL: NCCL operation ncclCommInitRankConfig(...) failed: unhandled system error",
+        "INTERNAL: CUDA error: an illegal memory access was encountered",
+        "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS",
+        "INTERNAL: Rendezvous was not reached by all threads",
+        "INTERNAL: the clique has been aborted",
+        # Of another kind than what the ops give by themselves, and of a device that compiles nothing any more.
+        "UNIMPLEMENTED: this",
+        "INTERNAL: broken",
+    ],
+)
+def test_what_failed_in_running_is_no_ops_fault(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    plan = planned(jnp.sin, X)
+    monkeypatch.setattr(_unsupported, "_compile", broken)
+    assert unsupported(plan.traced.graph, jax.devices()[0], jax.errors.JaxRuntimeError(said)) is None
 
 
 # ---- on the command line
