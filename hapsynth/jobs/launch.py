@@ -28,6 +28,8 @@ _POLL_S, _READ_S = 0.05, 0.5
 _KEPT, _SHOWN, _LAST = 500, 60, 8
 """Lines of each process that are kept; of the one that failed, those that are shown again: of its last traceback, else
 the last."""
+DEVICE_IDS = "JAX_LOCAL_DEVICE_IDS"
+"""Which of the visible GPUs JAX takes, by their numbers from 0."""
 FAILED = 1
 """Exit status where a job is over though no process failed here: one was stopped, lost, or is on another host."""
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -80,7 +82,7 @@ class Launch:
                 "OMPI_COMM_WORLD_RANK": str(self.rank + i),
                 "OMPI_COMM_WORLD_LOCAL_RANK": str(i),
                 "PYTHONUNBUFFERED": "1",
-                **({"JAX_LOCAL_DEVICE_IDS": shares[i]} if shares else {}),
+                **({DEVICE_IDS: shares[i]} if shares else {}),
                 **(_unshared() if gpus else {}),
             }
             for i in range(self.here)
@@ -429,16 +431,22 @@ def _unshared() -> dict[str, str]:
 
 
 def _gpu_shares(gpus: int, processes: int) -> list[str]:
-    """Which of the GPUs here each process takes; nothing where there are none or where the user says it.
+    """Which of the GPUs here each process takes, of those that JAX_LOCAL_DEVICE_IDS lists if it is set; nothing where
+    there are none, or one process takes what the user says.
 
     JAX would give one to each process of a job like Open MPI's, also where there are more.
     """
-    if os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+    listed = os.environ.get(DEVICE_IDS, "").strip()
+    if not gpus or (listed and processes == 1):
         return []
-    if gpus % processes:
+    ids = [part.strip() for part in listed.split(",")] if listed else [*map(str, range(gpus))]
+    if len({*ids}) < len(ids):
+        raise JobError(f"{DEVICE_IDS} is {listed!r}, and processes would share a GPU: list each once, or unset it")
+    if len(ids) % processes:
+        what = f"the {len(ids)} GPUs of {DEVICE_IDS}={listed}" if listed else f"{gpus} GPUs"
         raise JobError(
-            f"{gpus} GPUs can't be shared evenly by {processes} processes: choose some with CUDA_VISIBLE_DEVICES, or "
-            "start processes one by one with --process, each with its own JAX_LOCAL_DEVICE_IDS"
+            f"{what} can't be shared evenly by {processes} processes: choose some with CUDA_VISIBLE_DEVICES, or "
+            f"start processes one by one with --process, each with its own {DEVICE_IDS}"
         )
-    each = gpus // processes
-    return [",".join(str(i * each + j) for j in range(each)) for i in range(processes)] if gpus else []
+    each = len(ids) // processes
+    return [",".join(ids[i * each : (i + 1) * each]) for i in range(processes)]

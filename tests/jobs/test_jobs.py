@@ -461,6 +461,22 @@ def test_the_environment_of_each_process(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [e["JAX_LOCAL_DEVICE_IDS"] for e in Launch(here=2).environments()] == ["0,1", "2,3"]
 
 
+def test_gpus_that_the_user_lists_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "3, 1")
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in Launch(here=2).environments()] == ["3", "1"]
+    # One process has them as they are.
+    assert "JAX_LOCAL_DEVICE_IDS" not in Launch(here=1).environments()[0]
+    with pytest.raises(JobError, match="the 2 GPUs of JAX_LOCAL_DEVICE_IDS=3, 1 can't be shared evenly by 4 processes"):
+        Launch(here=4).environments()
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "1,1")
+    with pytest.raises(JobError, match="JAX_LOCAL_DEVICE_IDS is '1,1', and processes would share a GPU"):
+        Launch(here=2).environments()
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert "JAX_LOCAL_DEVICE_IDS" not in Launch(here=4).environments()[0]
+
+
 SRUN = {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_NODELIST": "gpu[001-004,9],far",
