@@ -45,9 +45,18 @@ def place(options: argparse.Namespace, environment: Mapping[str, str]) -> Launch
     hosts, processes = (options.nnodes, options.node_rank), (options.processes, options.process)
     if hosts != (None, None) and processes != (None, None):
         raise UsageError("say which host this is (--nnodes, --node-rank) or which processes (--processes, --process)")
+    task = started_by(environment)
     if processes != (None, None):
-        return Launch(here, processes[0] or 0, processes[1] or 0, coordinator)
-    if hosts == (None, None) and (task := started_by(environment)) is not None:
+        count, first = processes[0] or 0, processes[1] or 0
+        if not coordinator and task is not None and here < count:
+            if (first == 0) != (task.index == 0):
+                raise UsageError(
+                    f"--process is {first} on host {task.index} of those that the batch system started launchers on: "
+                    "give 0 on its first, or --coordinator HOST:PORT, HOST being that of process 0"
+                )
+            coordinator = task.coordinator
+        return Launch(here, count, first, coordinator)
+    if hosts == (None, None) and task is not None:
         hosts, coordinator = (task.count, task.index), coordinator or task.coordinator
     if hosts == (None, None):
         return Launch(here, coordinator=coordinator)

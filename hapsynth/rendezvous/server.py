@@ -263,12 +263,16 @@ class Server:
                 problem = f"{made} has another version of hapsynth: install the same one everywhere"
             elif hello["processes"] != self.processes:
                 problem = f"{made} is of a job of {hello['processes']} processes, and this one has {self.processes}"
+                problem += _UNLIKE_HOSTS if here else ""
             elif not 0 <= rank < self.processes or not 0 <= here <= self.processes - rank:
                 problem = f"{made} is not of this job, whose processes are 0 to {self.processes - 1}"
             elif there is not None and not there.gone and not own:
                 problem = f"{made} and {there} are both process {rank}: end what an earlier job left behind"
             if problem:
                 channel.say({"over": printable(problem)})
+                if here and self._token and sum(m.here for m in self._launchers.values()) < self.processes:
+                    # One of this job, which can't become whole; of a whole one it is what an earlier job left.
+                    self._end(printable(problem))
                 return None
             made.port, made.answer = _whole(hello.get("port", 0)), printable(hello.get("answer", ""), 64)
             (self._launchers if here else self._members)[rank] = made
@@ -521,6 +525,10 @@ class Server:
                 member.channel.say({"over": self._over})
 
 
+_UNLIKE_HOSTS = (
+    ": give every launcher the same --nnodes and -n; or, where hosts have unlike numbers of processes, --processes "
+    "(how many in all), --process (the first one there) and -n (how many there)"
+)
 _AGAIN = "mend that, and start the job again"
 _WAYS_OUT = (
     ("MemoryError|RESOURCE_EXHAUSTED|[Oo]ut of memory", "give that host more memory, or set a lower memory_limit"),

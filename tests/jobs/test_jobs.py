@@ -27,6 +27,7 @@ from slow_devices import slow_cluster
 
 import hapsynth
 from hapsynth import _device_memory
+from hapsynth._errors import UsageError
 from hapsynth.cli import commands
 from hapsynth.cli import launch as cli_launch
 from hapsynth.cli.launch import place
@@ -524,10 +525,19 @@ def test_what_a_batch_system_says(environment: dict[str, str], task: Task | None
         ("-n 8", SRUN, Launch(8, 32, 24, f"gpu001:{20_000 + 2 * 2387}")),
         ("-n 8 --coordinator a:1", MPIRUN, Launch(8, 16, 8, "a:1")),
         ("--nnodes 2 --node-rank 0 --coordinator a:1", SRUN, Launch(1, 2, 0, "a:1")),
+        # Of hosts with unlike numbers of processes.
+        ("-n 2 --processes 6 --process 4", SRUN, Launch(2, 6, 4, f"gpu001:{20_000 + 2 * 2387}")),
+        ("-n 2 --processes 6 --process 4 --coordinator a:1", SRUN, Launch(2, 6, 4, "a:1")),
+        ("-n 2 --processes 2", SRUN, Launch(2)),
     ],
 )
 def test_where_a_launcher_stands(argv: str, environment: dict[str, str], stands: Launch) -> None:
     assert place(parser().parse_args(["launch", *argv.split(), "train.py"]), environment) == stands
+
+
+def test_process_0_is_where_the_batch_system_says() -> None:
+    with pytest.raises(UsageError, match=r"--process is 0 on host 3 of those .*give 0 on its first, or --coordinator"):
+        place(parser().parse_args(["launch", "-n", "4", "--processes", "6", "train.py"]), SRUN)
 
 
 @pytest.mark.parametrize(

@@ -604,6 +604,21 @@ def test_a_stranger_without_the_secret_is_refused(besieged: tuple[Job, int]) -> 
         job.join(port, 1, token="other")
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_launchers_that_count_other_processes(job: Job, whole: bool) -> None:
+    """Each of two hosts with unlike GPUs, as if the other had as many: both hear it. A whole job goes on."""
+    job.server = Server(("localhost", 0), 4, PATIENT, "secret")
+    port = job.server.port
+    job.join(port, 0, 4, token="secret", here=4 if whole else 2)
+    with pytest.raises(JobError, match=r"is of a job of 2 processes, and this one has 4: .*--processes \(how many in"):
+        job.join(port, 1, 2, token="secret", here=1)
+    if whole:
+        with job.told:
+            assert not job.told.wait_for(lambda: job.reasons, 3 * PATIENT.beat)
+    else:
+        assert "the launcher of process 1 on" in job.reason(0)
+
+
 @pytest.mark.parametrize("rank", [2, -1, 10**30, True, 1.0, "1", [1], None])
 def test_a_rank_that_is_none_is_refused(besieged: tuple[Job, int], rank: Any) -> None:
     _, port = besieged
