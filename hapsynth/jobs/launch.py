@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
+from hapsynth._nvidia import visible_gpus
 from hapsynth._xla_flags import AUTOTUNING
 from hapsynth.jobs.supervisor import Reaper, Supervisor
 from hapsynth.rendezvous.address import COORDINATOR, RENDEZVOUS, JobError, free_ports, parse_address
@@ -71,7 +71,7 @@ class Launch:
         if not self.coordinator:
             coordinator, rendezvous = free_ports(2)
             meet = {COORDINATOR: f"localhost:{coordinator}", RENDEZVOUS: f"localhost:{rendezvous}"}
-        gpus = _gpus()
+        gpus = visible_gpus()
         shares = _gpu_shares(gpus, self.here)
         return [
             {
@@ -403,22 +403,6 @@ def _signals() -> Generator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _listed_gpus(visible: str) -> int:
-    """The devices of CUDA_VISIBLE_DEVICES: CUDA heeds none from the first on that is none, such as -1."""
-    is_device = lambda part: re.fullmatch(r"\s*(\d+|(GPU|MIG)-.+)\s*", part) is not None
-    return len(list(takewhile(is_device, visible.split(","))))
-
-
-def _gpus() -> int:
-    """How many NVIDIA GPUs there are here; none where JAX is told to use none."""
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    if platforms and not {"cuda", "gpu", "rocm"} & {name.strip() for name in platforms.split(",")}:
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    nodes = [f for f in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", f.name)]
-    return len(nodes) if visible is None else _listed_gpus(visible)
 
 
 def _unshared() -> dict[str, str]:

@@ -30,6 +30,7 @@ class Client:
 
     `over`: called once, from another thread, with the reason why the job is over. `note`: called with what a person may
     want to know while this process waits. `serves`: who serves the rendezvous. `token`: of the environment, if None.
+    `cuda`: the package by which JAX uses the GPUs that it sees here, '' where it has none, None where it sees none.
     Raises JobError where no rendezvous answers in time or it refuses.
     """
 
@@ -45,13 +46,14 @@ class Client:
         serves: str = PROCESS_0,
         here: int = 0,
         token: str | None = None,
+        cuda: str | None = None,
     ) -> None:
         self.rank, self.processes, self.timeouts = rank, processes, timeouts
         self.host, self.pid = socket.gethostname(), os.getpid()
         self.calls, self.doing = Counter[tuple[int, ...]](), AT_WORK
         self.find_doing: Callable[[], str] | None = None
         """Asked at each sign of life, where `doing` does not say it."""
-        self._address, self._serves, self._here = address, serves, here
+        self._address, self._serves, self._here, self._cuda = address, serves, here, cuda
         self._token = os.environ.get(TOKEN, "") if token is None else token
         coordinator = os.environ.get(COORDINATOR)
         self.coordinator_port = parse_address(coordinator, COORDINATOR)[1] if coordinator else None
@@ -150,6 +152,7 @@ class Client:
             time.sleep(0.1)
         channel = Channel(connection)
         hello = {**self._hello(), "protocol": PROTOCOL, "processes": self.processes, "token": self._token}
+        hello |= {} if self._cuda is None else {"cuda": self._cuda}
         if not self._here and self.processes > 1:
             # Where others reach this machine: loopback addresses in a job of one machine.
             self._peers = Peers(self.rank, str(connection.getsockname()[0]))

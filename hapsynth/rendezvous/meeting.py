@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hapsynth import _jax
+from hapsynth._nvidia import cuda_plugin, visible_gpus
 from hapsynth._xla_flags import UNSHARED
 from hapsynth.rendezvous.address import (
     COORDINATOR,
@@ -321,7 +322,9 @@ def _client(where: Address, rank: int, processes: int, timeouts: Timeouts, token
     # The number is known now: JAX, asked for it as it ends, starts its backend again and waits for the others.
     over = partial(_end, named(rank, socket.gethostname(), os.getpid()))
     serves = os.environ.get(LAUNCHER) or PROCESS_0
-    return Client(where, rank, processes, timeouts, over, _say, serves=serves, token=token)
+    # By name, as no backend is to be started yet.
+    cuda = cuda_plugin() if visible_gpus(getattr(jax.config, "jax_platforms", None) or "") else None
+    return Client(where, rank, processes, timeouts, over, _say, serves=serves, token=token, cuda=cuda)
 
 
 def from_each(own: np.ndarray) -> np.ndarray:

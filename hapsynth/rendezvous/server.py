@@ -62,6 +62,8 @@ class Member:
     port: int = 0
     answer: str = ""
     here: int = 0
+    cuda: str | None = None
+    """The package by which JAX uses the GPUs there; '' where it sees some and has none."""
     calls: Calls = field(default_factory=Calls)
     calls_since: float = 0.0
     left: bool = False
@@ -274,9 +276,11 @@ class Server:
                     # One of this job, which can't become whole; of a whole one it is what an earlier job left.
                     self._end(printable(problem))
                 return None
+            made.cuda = printable(hello["cuda"], 64) if "cuda" in hello else None
             made.port, made.answer = _whole(hello.get("port", 0)), printable(hello.get("answer", ""), 64)
             (self._launchers if here else self._members)[rank] = made
             channel.say({"welcome": PROTOCOL})
+            self._judge_plugins()
             if not here and len(self._members) == self.processes:
                 known = [[m.rank, m.channel.peer, m.port, m.answer] for m in self._members.values() if m.port]
                 peers = encoded({"peers": known})
@@ -451,6 +455,18 @@ class Server:
             self._end(
                 f"{'; '.join(ended)}, and {listed(sorted(m.rank for m in waits))} "
                 f"wait{'s' if len(waits) == 1 else ''} for it {INITIALIZING}: every process must come to it"
+            )
+
+    def _judge_plugins(self) -> None:
+        """Without the plugin for CUDA JAX computes on the CPU, and the others wait in its initialization for GPUs."""
+        having = [m for m in self._members.values() if m.cuda]
+        lacking = [m for m in self._members.values() if m.cuda == ""]
+        if having and lacking:
+            hosts = ", ".join(dict.fromkeys(m.host for m in lacking))
+            self._end(
+                f"{lacking[0]} sees GPUs, and its JAX has no plugin for CUDA, as {having[0]} has: install "
+                f"{having[0].cuda} on {hosts} and start the job again, or set JAX_PLATFORMS=cpu in every process, "
+                "which uses no GPUs"
             )
 
     def _judge_links(self, now: float) -> None:

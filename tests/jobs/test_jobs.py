@@ -28,6 +28,7 @@ from slow_devices import slow_cluster
 import hapsynth
 from hapsynth import _device_memory
 from hapsynth._errors import UsageError
+from hapsynth._nvidia import cuda_plugin, listed_gpus
 from hapsynth.cli import commands
 from hapsynth.cli import launch as cli_launch
 from hapsynth.cli.launch import place
@@ -36,7 +37,7 @@ from hapsynth.cli.options import parser
 from hapsynth.cluster.compiler_target import compiler_target
 from hapsynth.jobs import preflight, process_facts
 from hapsynth.jobs.batch_system import Task, started_by
-from hapsynth.jobs.launch import Launch, _label, _listed_gpus, _signals, launch, launched
+from hapsynth.jobs.launch import Launch, _label, _signals, launch, launched
 from hapsynth.jobs.process_facts import _decoded, left_out, notices, of_function, plan_fingerprint, problems, software
 from hapsynth.jobs.supervisor import Supervisor
 from hapsynth.lower import parts
@@ -430,7 +431,18 @@ def test_all_agree_where_they_meet_those_that_a_mesh_leaves_out_too(
     ("visible", "gpus"), [("-1", 0), ("NoDevFiles", 0), ("", 0), ("1,-1,0", 1), ("0, 1", 2), ("GPU-8f,MIG-8f", 2)]
 )
 def test_gpus_that_are_visible(visible: str, gpus: int) -> None:
-    assert _listed_gpus(visible) == gpus
+    assert listed_gpus(visible) == gpus
+
+
+@pytest.mark.parametrize("version", [12, 13])
+def test_the_plugin_for_cuda(version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
+    assert cuda_plugin() == ""
+    (tmp_path / "jax_plugins" / f"xla_cuda{version}").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cuda_plugin() == f"jax-cuda{version}-plugin"
+    monkeypatch.delitem(sys.modules, "jax_plugins")
 
 
 def test_the_environment_of_each_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,13 +68,15 @@ class Job:
         timeouts: Timeouts = PATIENT,
         token: str | None = None,
         here: int = 0,
+        cuda: str | None = None,
     ) -> Client:
         def over(reason: str) -> None:
             with self.told:
                 self.reasons[rank] = reason
                 self.told.notify_all()
 
-        client = Client(("localhost", port), rank, processes, timeouts, over, self.notes.append, token=token, here=here)
+        told = self.notes.append
+        client = Client(("localhost", port), rank, processes, timeouts, over, told, token=token, here=here, cuda=cuda)
         self.clients.append(client)
         return client
 
@@ -602,6 +604,21 @@ def test_a_stranger_without_the_secret_is_refused(besieged: tuple[Job, int]) -> 
             assert "refused" in lines.readline()
     with pytest.raises(JobError, match=r"its HAPSYNTH_TOKEN is not that of the job; set the same secret in every"):
         job.join(port, 1, token="other")
+
+
+@pytest.mark.parametrize("cuda", ["", "jax-cuda12-plugin", None])
+def test_one_that_lacks_the_plugin_for_its_gpus(job: Job, cuda: str | None) -> None:
+    """JAX would leave its GPUs aside, and the others wait for them."""
+    port = job.serve()
+    job.join(port, 0, cuda="jax-cuda12-plugin")
+    job.join(port, 1, cuda=cuda)
+    if cuda == "":
+        name = re.escape(socket.gethostname())
+        says = rf"process 1 on {name} .* no plugin for CUDA, as process 0 .* has: install jax-cuda12-plugin on {name} "
+        assert [bool(re.search(says, job.reason(rank))) for rank in (0, 1)] == [True, True]
+    else:
+        with job.told:
+            assert not job.told.wait_for(lambda: job.reasons, 3 * PATIENT.beat)
 
 
 @pytest.mark.parametrize("whole", [False, True])
