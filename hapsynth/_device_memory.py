@@ -17,7 +17,12 @@ def free(device: Any) -> int:
         return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
     if device.platform != "cpu":
         return -1
-    return min([*(max(0, limit - used) for limit, used in _limits()), *_of_machine()], default=-1)
+    return min([*_of_limits(), *_of_machine()], default=-1)
+
+
+def free_of_limits() -> int:
+    """Bytes that this process can still have under the limits of its cgroups, -1 where it has none."""
+    return min(_of_limits(), default=-1)
 
 
 def pool(device: Any) -> int:
@@ -28,6 +33,10 @@ def pool(device: Any) -> int:
 def free_on_machine() -> int:
     """Bytes that all processes of this machine can still have, -1 where that can't be told."""
     return min(_of_machine(), default=-1)
+
+
+def _of_limits() -> list[int]:
+    return [max(0, limit - used) for limit, used in _limits()]
 
 
 def _of_machine() -> list[int]:

@@ -113,7 +113,7 @@ def preflight(
     client, ranks = meeting.client, ranks_of(mesh)
     if client.rank not in ranks:
         return []
-    said = software(str(client), client.host, mesh)
+    said, arguments = software(str(client), client.host, mesh), [*arguments]
     if plan is not None:
         said |= of_plan(plan, arguments, donate)
     together = _checked_together(meeting.gather(said, ranks))
@@ -122,7 +122,7 @@ def preflight(
             warn_user(text, RuntimeWarning)
     # They have been compared, and are most of what is said.
     said.pop("values", None)
-    said |= {} if plan is None else _compiled(plan, donate)
+    said |= {} if plan is None else _compiled(plan, donate, arguments)
     if said["platform"] == "cpu":
         # Of gloo's network; those between accelerators may be others.
         said["links"] = {"rank": client.rank, "never": client.unreachable(ranks)}
@@ -131,14 +131,14 @@ def preflight(
     if plan is not None and unlike and plan.may_run_staged:
         # In all processes, as all have found the same.
         _not_fused(plan, unlike[0])
-        found = meeting.gather(said | _compiled(plan, donate), ranks)
+        found = meeting.gather(said | _compiled(plan, donate, arguments), ranks)
     return _checked_together(found)
 
 
-def _compiled(plan: Planned, donate: bool | None) -> Facts:
+def _compiled(plan: Planned, donate: bool | None, arguments: Sequence[Any]) -> Facts:
     try:
         with meeting.doing("compiling"):
-            return compiled_facts(plan, plan.donate if donate is None else donate)
+            return compiled_facts(plan, plan.donate if donate is None else donate, arguments)
     except Exception as error:
         meeting.fail(error, "compiling the plan")
         raise

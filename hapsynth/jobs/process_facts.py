@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -144,19 +144,13 @@ def of_plan(plan: Planned, arguments: Iterable[Any], donate: bool | None = None)
     assert plan.mesh is not None
     arguments = [*arguments]
     constants = plan.lowered_for(plan.donate if donate is None else donate).held_constants
-    held: dict[Any, int] = {}
     # What the function closes over may be the very array that is given.
-    for x in {id(x): x for x in (*arguments, *constants)}.values():
-        for part in parts(x):
-            (device,) = part.devices()
-            held[device] = held.get(device, 0) + part.nbytes
+    held = _held({id(x): x for x in (*arguments, *constants)}.values())
     positions = dict(zip(plan.mesh.devices.flat, plan.devices))
     local, held_bytes = plan.mesh.local_devices, plan.held_bytes
-    needs = {d: max(0, int(held_bytes[positions[d]]) - held.get(d, 0)) for d in local}
+    needs = {d: max(0, int(held_bytes[positions[d]]) - held[d]) for d in local}
     if local[0].platform != "cpu":
-        has = {d: plan.cluster.devices[positions[d]].memory for d in local}
-        rows = [[str(d), needs[d], _device_memory.free(d), _device_memory.pool(d), int(has[d])] for d in local]
-        machine = [0, -1]
+        rows, machine = _rows(plan, needs), [0, -1]
     else:
         # CPU devices share their machine's memory. What makes the arguments may still run, and hold more.
         jax.block_until_ready(arguments)
@@ -175,6 +169,23 @@ def of_plan(plan: Planned, arguments: Iterable[Any], donate: bool | None = None)
         "memory": rows,
         "machine": machine,
     }
+
+
+def _held(arrays: Iterable[Any]) -> Counter[Any]:
+    """Bytes of stored arrays, by this process's devices."""
+    held = Counter[Any]()
+    for part in (part for x in arrays for part in parts(x)):
+        (device,) = part.devices()
+        held[device] += part.nbytes
+    return held
+
+
+def _rows(plan: Planned, needs: Mapping[Any, int]) -> list[list[Any]]:
+    """Of each of this process's accelerators its name, the bytes that it needs, those that are free, those that JAX has
+    taken, and those that the plan counts on."""
+    assert plan.mesh is not None
+    has = {d: plan.cluster.devices[i].memory for d, i in zip(plan.mesh.devices.flat, plan.devices)}
+    return [[str(d), n, _device_memory.free(d), _device_memory.pool(d), int(has[d])] for d, n in needs.items()]
 
 
 def _settled(free: Callable[[], int]) -> int:
@@ -207,10 +218,20 @@ def _decoded(sample: Sequence[str]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(data), np.dtype(dtype))
 
 
-def compiled_facts(plan: Planned, donate: bool) -> Facts:
-    """What came of compiling a plan here: which collectives were lowered, and which XLA made of them."""
+def compiled_facts(plan: Planned, donate: bool, arguments: Iterable[Any] = ()) -> Facts:
+    """What came of compiling a plan here: which collectives were lowered, which XLA made of them, and the memory that
+    its program needs beside `arguments`, as they are stored, and constants."""
+    assert plan.mesh is not None
     lowered = plan.lowered_for(donate)
+    # What compiling leaves in a process's memory may be used again.
+    free = _device_memory.free_of_limits()
     said: Facts = {"lowered": lowered.prepare()}
+    # Of an array that is given twice XLA counts both.
+    held, local = _held((*arguments, *lowered.held_constants)), plan.mesh.local_devices
+    needs = {d: max(0, in_all - held[d]) for d, in_all in lowered.compiled_bytes.items()}
+    # A machine may have swap, or give out more than it has; a limit ends the process.
+    on_cpu = local[0].platform == "cpu"
+    said["compiled_memory"] = [["its CPU", sum(needs.values()), free]] if on_cpu else _rows(plan, needs)
     try:
         return {**said, "collectives": lowered.compiled_collectives}
     except HloError as error:
@@ -417,12 +438,13 @@ def _of_memory(facts: Sequence[Facts]) -> list[str]:
     way_out = "end what else runs there, or synthesize with a lower memory_limit"
     found: list[str] = []
     for f in facts:
-        for device, needed, free, *pool in f.get("memory", ()):
-            if 0 <= free < needed:
-                found.append(
-                    f"{f['process']}: the plan needs {nbytes(needed)} more on {device}, where {nbytes(free)} are free"
-                    f"{_of_pool(*pool)}: {way_out}"
-                )
+        for key, what in (("memory", "the plan"), ("compiled_memory", "what XLA compiled of the plan")):
+            found += [
+                f"{f['process']}: {what} needs {nbytes(needed)} more on {device}, where {nbytes(free)} are free"
+                f"{_of_pool(free, *pool) or f': {way_out}'}"
+                for device, needed, free, *pool in f.get(key, ())
+                if 0 <= free < needed
+            ]
     hosts: dict[str, list[Facts]] = {}
     for f in facts:
         if f.get("machine", [0, -1])[1] >= 0:
@@ -437,14 +459,16 @@ def _of_memory(facts: Sequence[Facts]) -> list[str]:
     return found
 
 
-def _of_pool(pool: int = -1, card: int = -1) -> str:
-    """What JAX takes of a card when it begins, three quarters unless the user says it, is less than the plan counts
-    on."""
-    if not 0 <= pool < card:
+def _of_pool(free: int, pool: int = -1, card: int = -1) -> str:
+    """Of an accelerator whose pool is known. JAX takes it when it begins, three quarters of the card unless the user
+    says more, which may be less than the plan counts on; all that is held of it is this process's own."""
+    if pool < 0:
         return ""
+    planned_for = f" of the {nbytes(card)} planned for" if pool < card else ""
     return (
-        f" of the {nbytes(pool)} that JAX has taken of the {nbytes(card)} planned for (XLA_PYTHON_CLIENT_MEM_FRACTION, "
-        "0.75 unless it is set, allows more)"
+        f" of the {nbytes(pool)} that JAX has taken{planned_for}: this process's own arrays hold "
+        f"{nbytes(pool - free)}; delete those that you have sharded and need no more (del state), set "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION (0.75 unless it is set) higher, or synthesize with a lower memory_limit"
     )
 
 

@@ -23,7 +23,7 @@ from hapsynth.lower._collective_order import Each, Order
 from hapsynth.lower._collectives import LOWERINGS
 from hapsynth.lower._device_groups import Group, groups_of
 from hapsynth.lower._fused_form import Fused
-from hapsynth.lower._switch_form import held_bytes
+from hapsynth.lower._lowered_form import held_bytes
 
 
 class IsolatedRun(NamedTuple):

@@ -188,6 +188,12 @@ class LoweredProgram(ABC):
         job, or it hangs. Compiles what is not compiled yet. Raises HloError where XLA's text can't be read."""
 
     @property
+    @abstractmethod
+    def compiled_bytes(self) -> dict[Any, int]:
+        """Bytes that a call needs at least on each of this process's devices, as XLA has compiled it: its arguments
+        and constants with it, of several stages what the largest holds. Compiles what is not compiled yet."""
+
+    @property
     def table(self) -> FactorTable:
         return self.local.table
 
@@ -213,3 +219,12 @@ class LoweredProgram(ABC):
         mesh: Any = self.mesh
         near = isinstance(mesh, Mesh) and not mesh.is_multi_process
         return split(self.graph, self.program, self.sizes, self.options, switches=self.switches, near=near)
+
+
+def held_bytes(compiled: Any) -> int:
+    """Bytes that a call of a compiled program holds at most, on one device; 0 where XLA does not say."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return 0
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes

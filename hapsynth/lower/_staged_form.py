@@ -46,7 +46,7 @@ from hapsynth.lower._host_schedule import (
     Slice,
     schedule,
 )
-from hapsynth.lower._lowered_form import LoweredProgram
+from hapsynth.lower._lowered_form import LoweredProgram, held_bytes
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._overlap import overlapped
 from hapsynth.lower._pinned import each_of
@@ -122,6 +122,15 @@ class Staged(LoweredProgram):
         stages = [compiled[0] for item, compiled in self.compiled.items() if isinstance(item, CollectiveStage)]
         said = {stage: [str(c) for c in collectives_of(stage.as_text())] for stage in dict.fromkeys(stages)}
         return [text for stage in stages for text in said[stage]]
+
+    @property
+    def compiled_bytes(self) -> dict[Any, int]:
+        found = dict.fromkeys(self.mesh.local_devices, 0)
+        for item, compiled in self.compiled.items():
+            for number, group in enumerate(self.groups):
+                held = held_bytes(compiled[number if isinstance(item, LocalStage) else 0])
+                found.update((device, max(found[device], held)) for device in group.devices)
+        return found
 
     @cached_property
     def fingerprint(self) -> str:

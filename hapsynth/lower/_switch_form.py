@@ -29,7 +29,7 @@ from hapsynth.lower._bundles import Bundle, bundles
 from hapsynth.lower._collective_order import Each, Order, region_communicates
 from hapsynth.lower._collectives import LOWERINGS, send
 from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
-from hapsynth.lower._lowered_form import LoweredProgram
+from hapsynth.lower._lowered_form import LoweredProgram, held_bytes
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import Chain, compile_with
 from hapsynth.lower._recorded_call import record_program
@@ -85,10 +85,16 @@ class Lowered(LoweredProgram):
 
     @property
     def compiled_collectives(self) -> list[str]:
+        return [str(c) for c in collectives_of(self._compiled().as_text())]
+
+    @property
+    def compiled_bytes(self) -> dict[Any, int]:
+        return dict.fromkeys(self.mesh.local_devices, held_bytes(self._compiled()))
+
+    def _compiled(self) -> Any:
         if self.compiled is None:
             self._compile()
-        compiled: Any = self.compiled
-        return [str(c) for c in collectives_of(compiled.as_text())]
+        return self.compiled
 
     def lower(self) -> Any:
         """JAX's `Lowered` of the function: `.as_text()`, `.compile()`."""
@@ -321,13 +327,6 @@ class Lowered(LoweredProgram):
         made = lax.switch(taken, [branch(m) for m in stage.members], *(env[p] for p in stage.reads))
         for p, x in zip(stage.writes, made, strict=True):
             env.setdefault(p, self.local.named(p, x))
-
-
-def held_bytes(compiled: Any) -> int:
-    """Bytes that a call of a compiled program holds at most, on one device."""
-    memory = compiled.memory_analysis()
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
 def _instructions(step: Step | list[Convert]) -> Sequence[Instruction]:

@@ -146,9 +146,16 @@ def test_processes_that_fit_together() -> None:
         ),
         (
             {"memory": [["G:1", 14 << 30, 12 << 30, 12 << 30, 16 << 30]]},
-            "12.0 GiB are free of the 12.0 GiB that JAX has taken of the 16.0 GiB planned for (XLA_PYTHON_CLIENT_MEM_F",
+            "12.0 GiB are free of the 12.0 GiB that JAX has taken of the 16.0 GiB planned for: this process",
         ),
-        ({"memory": [["G:1", 3 << 30, 1 << 30, 16 << 30, 16 << 30]]}, "where 1.0 GiB are free: end"),
+        (
+            {"memory": [["G:1", 3 << 30, 1 << 30, 16 << 30, 16 << 30]]},
+            "are free of the 16.0 GiB that JAX has taken: this process's own arrays hold 15.0 GiB; delete",
+        ),
+        (
+            {"compiled_memory": [["G:1", 3 << 30, 1 << 30]]},
+            "p1: what XLA compiled of the plan needs 3.0 GiB more on G:1, where 1.0 GiB are free: end",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], says: str) -> None:
@@ -339,6 +346,35 @@ def test_constants_that_are_placed_need_no_room() -> None:
     nbytes = [sum(part.nbytes for part in parts(a)) for a in (*given, *plan.lowered.placed_constants)]
     assert nbytes == [x.nbytes, 2 * table.nbytes]
     assert needed(given) == before - sum(nbytes) > 0
+
+
+@pytest.mark.parametrize("form", ["switch", "staged"])
+def test_what_xla_compiled_is_compared_with_what_is_free(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a call consumes anything, in all processes."""
+    gather, part = lambda said, ranks: [said], lambda: None
+    client = SimpleNamespace(rank=0, host="h", unreachable=lambda ranks: [])
+    meets = SimpleNamespace(client=client, gather=gather, part=part, doing=lambda _: nullcontext())
+    monkeypatch.setattr(preflight, "meeting", meets)
+    x, table = np.ones((64, 64), np.float32), np.ones((64, 64), np.float32)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    fn = lambda x: ((x * table) @ table).sum(0)
+    plan = hapsynth.synthesize(fn, (x,), mesh, cluster=slow_cluster((1.0, 1.0)), fixed={"[0]": "S(0)"}, form=form)
+    given = [*plan.arguments.place(plan.lowered, [x])]
+    needed = lambda: process_facts.compiled_facts(plan, plan.donate, given)["compiled_memory"][0][1]
+    held = sum(part.nbytes for a in (*given, *plan.lowered.placed_constants) for part in parts(a))
+    assert needed() == sum(plan.lowered.compiled_bytes.values()) - held > 0
+    # As if the plan had reckoned with less.
+    monkeypatch.setattr(type(plan), "held_bytes", (0.0, 0.0))
+    for short in (0, 1):
+        limited = needed() - short
+        monkeypatch.setattr(_device_memory, "_limits", lambda limited=limited: iter([(1 << 62, 0), (limited, 0)]))
+        says = r"what XLA compiled of the plan needs .* more on its CPU"
+        with pytest.raises(preflight.PreflightError, match=says) if short else nullcontext():
+            preflight.preflight(mesh, plan, given)
+    # Without a limit the system may have more than it says.
+    monkeypatch.setattr(_device_memory, "_limits", lambda: iter(()))
+    monkeypatch.setattr(_device_memory, "_of_machine", lambda: [1 << 50])
+    preflight.preflight(mesh, plan, given)
 
 
 def test_values_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
