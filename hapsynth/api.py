@@ -29,13 +29,14 @@ from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
-from hapsynth.graph.trace import check_dict
+from hapsynth.graph.trace import Traced, check_dict
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.staging.options import LoweringOptions
+from hapsynth.jobs.one_search import PLANNED_ONCE, searched_once
 from hapsynth.jobs.preflight import check_mesh
 from hapsynth.plan import Plan
 from hapsynth.running.form import Form, check_form, least_speedup, no_overlap
-from hapsynth.running.plan_cache import CachedPlan
+from hapsynth.running.plan_cache import CachedPlan, found_to_dict, read_found
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.device_subsets import ClusterPlanner
@@ -145,6 +146,10 @@ def synthesize(
     Ctrl-C during the search returns the best plan so far, with `plan.result.interrupted` true and a bound that is
     sought for a second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
 
+    With a mesh of several processes all of them must call, with the same arguments. That of the mesh's first device
+    searches, and tells `progress`; the others wait for its plan, or raise what it raises. (With HAPSYNTH_PREFLIGHT=off
+    each searches by itself.)
+
     Args:
         fn: Any function that `jax.jit` takes, or a dict of functions with one state.
         example_args: Pytrees of arrays or `jax.ShapeDtypeStruct`s, as `fn` is called.
@@ -200,7 +205,7 @@ def synthesize(
         TraceError: for arguments or functions that cannot be planned.
         InfeasibleError: where no program fits the memory.
         JobError: where the processes of the mesh do not find each other; PreflightError, one of these, where it leaves
-            out a process for another's second device.
+            out a process for another's second device, or they are to plan unlike things.
         ValueError: for a mesh that is not the cluster's (in number, in the order of its kinds, in its axes).
         TypeError, ValueError: for options of no use. RatioError, one of these, for `ratios` that break a class's
             granule, with the nearest that do not.
@@ -275,39 +280,47 @@ def synthesize(
         fixed_ratios = None if ratios is None else fixed_ratios_of(of, cast(Ratios, ratios), mesh_axes(cluster))
         return Task(graph, cluster, replace(options, time_budget_s=budget, fixed_ratios=fixed_ratios))
 
-    kept = None
-    # With a budget several processes might find different plans, some here and some by a search.
-    if cache and (time_budget_s is None or devices is None or not devices.is_multi_process):
-        asked = {
-            "fixed": fixed,
-            "ratios": ratios,
-            "memory_limit": memory_limit,
-            "leave_out": leave_out,
-            "exact": options.exact,
-            "lowering": lowering.to_dict(),
-            "overlap": options.least_speedup if overlap else None,
-            "joint_gap": joint_gap,
-            "recompute": recompute,
-        }
-        kept = CachedPlan.of(traced, cluster, asked)
-        if kept is not None and (found := kept.find(traced)) is not None:
-            traced, result = found
-            _tell_small_gain(options, result)
-            total_s = time.perf_counter() - began
-            timings = {"trace_s": trace_s, "cache_s": total_s - trace_s, "total_s": total_s}
-            return Plan(traced, replace(result, timings_s=timings), cluster, devices, fn=fn, form=form)
+    asked = {
+        "fixed": fixed,
+        "ratios": ratios,
+        "memory_limit": memory_limit,
+        "leave_out": leave_out,
+        "exact": options.exact,
+        "lowering": lowering.to_dict(),
+        "overlap": options.least_speedup if overlap else None,
+        "joint_gap": joint_gap,
+        "recompute": recompute,
+    }
 
-    left = left_for_planning(time_budget_s, trace_s)
-    with _hinting(options, cluster, *([] if recompute else [_RECOMPUTE])):
-        if recompute:
-            graph, result = planned_to_fit(traced.graph, task, left)
-        else:
-            graph, result = traced.graph, ClusterPlanner(task(traced.graph, left)).run()
+    def search() -> tuple[Traced, Result]:
+        sought = time.perf_counter()
+        kept = CachedPlan.of(traced, cluster, asked) if cache else None
+        if kept is not None and (found := kept.find(traced)) is not None:
+            return found[0], replace(found[1], timings_s={"cache_s": time.perf_counter() - sought})
+        left = left_for_planning(time_budget_s, trace_s)
+        with _hinting(options, cluster, *([] if recompute else [_RECOMPUTE])):
+            if recompute:
+                graph, result = planned_to_fit(traced.graph, task, left)
+            else:
+                graph, result = traced.graph, ClusterPlanner(task(traced.graph, left)).run()
+        total_s = time.perf_counter() - began
+        logger.info("planned in %.1f s: %.4g s a step, gap %.2g", total_s, result.cost_s, result.gap)
+        found = replace(traced, graph=graph), result
+        if kept is not None and time_budget_s is None and not result.interrupted:
+            kept.keep(*found, cluster)
+        return found
+
+    traced, result = searched_once(
+        devices,
+        [traced],
+        cluster,
+        {**asked, "form": form, "time_budget_s": time_budget_s},
+        search,
+        lambda found: found_to_dict(*found, cluster),
+        lambda data: read_found(PLANNED_ONCE, data, traced),
+    )
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
-    traced, result = replace(traced, graph=graph), replace(result, timings_s=timings)
-    logger.info("planned in %.1f s: %.4g s a step, gap %.2g", timings["total_s"], result.cost_s, result.gap)
-    if kept is not None and time_budget_s is None and not result.interrupted:
-        kept.keep(traced, result, cluster)
+    result = replace(result, timings_s=timings)
     _tell_small_gain(options, result)
     return Plan(traced, result, cluster, devices, fn=fn, form=form)
 

@@ -116,7 +116,7 @@ def preflight(
     said, arguments = software(str(client), client.host, mesh), [*arguments]
     if plan is not None:
         said |= of_plan(plan, arguments, donate)
-    together = _checked_together(meeting.gather(said, ranks))
+    together = checked_together(meeting.gather(said, ranks))
     if client.rank == ranks[0]:
         for text in notices(together):
             warn_user(text, RuntimeWarning)
@@ -132,7 +132,7 @@ def preflight(
         # In all processes, as all have found the same.
         _not_fused(plan, unlike[0])
         found = meeting.gather(said | _compiled(plan, donate, arguments), ranks)
-    return _checked_together(found)
+    return checked_together(found)
 
 
 def _compiled(plan: Planned, donate: bool | None, arguments: Sequence[Any]) -> Facts:
@@ -152,7 +152,7 @@ def _not_fused(plan: Planned, why: str) -> None:
     warn_user(f"the plan runs in staged form, not fused, as {why}", RuntimeWarning)
 
 
-def _checked_together(found: list[Facts]) -> list[Facts]:
+def checked_together(found: list[Facts]) -> list[Facts]:
     """What the processes say; PreflightError where they do not fit together."""
     wrong = problems(found)
     if wrong:

@@ -24,6 +24,8 @@ from hapsynth._quantities import nbytes
 from hapsynth._version import __version__
 from hapsynth._warn import warn_user
 from hapsynth._xla_flags import AUTOTUNING
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.trace import Traced
 from hapsynth.hlo.collectives import first_difference
 from hapsynth.hlo.text import HloError
 from hapsynth.lower import parts
@@ -87,18 +89,25 @@ def plan_fingerprint(plan: Planned) -> str:
 
 def of_function(plan: Planned) -> Facts:
     """What a plan is of, in parts: where two processes differ, which of them."""
-    graph = plan.traced.graph
-    values = [graph.values[v] for v in graph.inputs]
+    return of_functions([plan.traced], plan.cluster)
+
+
+def of_functions(functions: Sequence[Traced], cluster: Cluster) -> Facts:
+    """As `of_function`, of what is planned together."""
+    graphs = [traced.graph for traced in functions]
+    values = [graph.values[v] for graph in graphs for v in graph.inputs]
     types = Counter(f"{v.dtype}[{','.join(map(str, v.shape))}]" for v in values)
     arguments = dict(sorted(types.items())[:_MOST_TYPES])
-    ops = Counter(op.name for op in graph.ops)
+    ops = [op for graph in graphs for op in graph.ops]
     # Not the graph's own digest: arguments of other shapes make other shapes of all that is computed.
-    code = [[op.name, [o if isinstance(o, int) else "literal" for o in op.operands]] for op in graph.ops]
+    code = [[op.name, [o if isinstance(o, int) else "literal" for o in op.operands]] for op in ops]
+    paths = [list(traced.in_paths) for traced in functions]
+    results = [list(traced.out_paths) for traced in functions]
     return {
-        "arguments": {"count": len(values), "paths": fingerprint(list(plan.traced.in_paths)), "types": arguments},
-        "code": {"ops": dict(sorted(ops.items())), "digest": fingerprint([code, list(plan.traced.out_paths)])},
-        "constants": graph.fingerprint,
-        "cluster": plan.cluster.fingerprint(),
+        "arguments": {"count": len(values), "paths": fingerprint(paths), "types": arguments},
+        "code": {"ops": dict(sorted(Counter(op.name for op in ops).items())), "digest": fingerprint([code, results])},
+        "constants": fingerprint([graph.fingerprint for graph in graphs]),
+        "cluster": cluster.fingerprint(),
     }
 
 
@@ -242,7 +251,7 @@ def compiled_facts(plan: Planned, donate: bool, arguments: Iterable[Any] = ()) -
         return said
 
 
-_VERSIONS = {"hapsynth": "hapsynth", "jax": "jax", "jaxlib": "jaxlib", "cuda": "plugin for CUDA", "nccl": "NCCL"}
+VERSIONS = {"hapsynth": "hapsynth", "jax": "jax", "jaxlib": "jaxlib", "cuda": "plugin for CUDA", "nccl": "NCCL"}
 """What must be the same everywhere, and how it is called."""
 
 
@@ -269,7 +278,7 @@ def _of_autotuning(facts: Sequence[Facts]) -> list[str]:
 def problems(facts: Sequence[Facts]) -> list[str]:
     """What is wrong in a job whose processes say `facts`: each names the processes and the way out."""
     found: list[str] = []
-    for key, name in _VERSIONS.items():
+    for key, name in VERSIONS.items():
         found += _alike(facts, key, f"{name} {{}}", f"install the same {name} everywhere")
     if found:
         # Another version may say all else in another way.
@@ -300,6 +309,7 @@ _PARTS: tuple[tuple[str, str, str], ...] = (
     ("arguments", "arguments {}", "call the plan with arguments of the same shapes and dtypes everywhere"),
     ("code", "a function of {}", "run the same source with the same options everywhere"),
     ("constants", "parameters or constants of ops {}", "run the same source with the same options everywhere"),
+    ("asked", "options {}", "give synthesize the same options everywhere"),
     ("cluster", "cluster {}", "plan for the same cluster everywhere: load one file in all (hapsynth.Cluster.load)"),
     (
         "plan",
@@ -312,8 +322,8 @@ _PARTS: tuple[tuple[str, str, str], ...] = (
 
 def _of_plans(facts: Sequence[Facts]) -> list[str]:
     for key, what, way_out in _PARTS:
-        text = {"numerics": _settings, "arguments": _arguments, "code": _code}.get(key, str)
-        if key == "plan":
+        text = {"numerics": _settings, "asked": _settings, "arguments": _arguments, "code": _code}.get(key, str)
+        if key in ("plan", "asked"):
             way_out += _of_threads(facts)
         found = _alike(facts, key, what, way_out, text, _differing(facts, key) if key in _IN_PARTS else None)
         if found:
@@ -333,7 +343,7 @@ def _of_threads(facts: Sequence[Facts]) -> str:
     )
 
 
-_IN_PARTS = ("numerics", "arguments", "code")
+_IN_PARTS = ("numerics", "arguments", "code", "asked")
 
 
 def _differing(facts: Sequence[Facts], key: str) -> Callable[[Any], Any]:

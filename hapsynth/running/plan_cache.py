@@ -109,27 +109,17 @@ class CachedPlan:
             if entry["key"] != self.key:
                 return self._lost("it is of another task")
             try:
-                found, result, _ = plan_from_dict(str(self.file), entry["plan"], traced)
+                found = read_found(str(self.file), entry, traced)
             except PlanError as error:
                 return self._lost(str(error))
-        search = entry["search"]
-        bounds = {tuple(devices): read_number(bound) for devices, bound in search["bounds"]}
         with suppress(OSError):
             os.utime(self.file)
         logger.info("found in the plan cache: %s", self.file)
-        return found, replace(result, bounds=bounds, sweeps=search["sweeps"], states=search["states"])
+        return found
 
     def keep(self, traced: Traced, result: Result, cluster: Cluster) -> None:
         """Write an entry; where that can't be done it is logged, and there is none."""
-        bounds = [[list(devices), number_of(bound)] for devices, bound in result.bounds.items()]
-        content = json.dumps(
-            {
-                "key": self.key,
-                "plan": plan_to_dict(traced, result, cluster),
-                "search": {"bounds": bounds, "sweeps": result.sweeps, "states": result.states},
-            },
-            allow_nan=False,
-        )
+        content = json.dumps({"key": self.key, **found_to_dict(traced, result, cluster)}, allow_nan=False)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.file, f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}")
@@ -139,6 +129,27 @@ class CachedPlan:
 
     def _lost(self, why: str) -> None:
         logger.warning("%s in the plan cache can't be used, and its plan is searched for anew: %s", self.file, why)
+
+
+def found_to_dict(traced: Traced, result: Result, cluster: Cluster) -> dict[str, Any]:
+    """What a search found, as JSON holds it: the plan, and what plan files leave out."""
+    bounds = [[list(devices), number_of(bound)] for devices, bound in result.bounds.items()]
+    search = {
+        "bounds": bounds,
+        "sweeps": result.sweeps,
+        "states": result.states,
+        "interrupted": result.interrupted,
+    }
+    return {"plan": plan_to_dict(traced, result, cluster), "search": search}
+
+
+def read_found(where: str, data: Mapping[str, Any], traced: Traced) -> tuple[Traced, Result]:
+    """The inverse of `found_to_dict`, of the function as it was traced here; PlanError, which names `where`, for a plan
+    of another one."""
+    found, result, _ = plan_from_dict(where, data["plan"], traced)
+    search = dict(data["search"])
+    search["bounds"] = {tuple(devices): read_number(bound) for devices, bound in search["bounds"]}
+    return found, replace(result, **search)
 
 
 def _drop_oldest(folder: Path) -> None:

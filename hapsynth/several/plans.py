@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,9 +22,11 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced, check_dict
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.program.program import ProgramError
+from hapsynth.jobs.one_search import PLANNED_ONCE, searched_once
 from hapsynth.jobs.preflight import check_mesh
 from hapsynth.plan import Plan
 from hapsynth.running.form import Form, holds_exact
+from hapsynth.running.plan_cache import found_to_dict, read_found
 from hapsynth.running.plan_file import (
     SEVERAL,
     PlanError,
@@ -48,6 +50,15 @@ Functions = Mapping[str, Callable[..., Any]]
 RatiosOfEach = Sequence[float] | Mapping[str, Ratios]
 """One fraction per device, in mesh order, for every class of every function; or function -> its ratios."""
 _Found = tuple[Traced, Result, Cluster]
+
+
+class _Searched(NamedTuple):
+    """What a search found: of each function the plan, the seconds per call of those that are called, alone, and the
+    bound of all."""
+
+    found: Mapping[str, tuple[Traced, Result]]
+    alone: Mapping[str, float]
+    bound: float
 
 
 class StateWarning(UserWarning):
@@ -189,24 +200,55 @@ def synthesize_several(
     shared = shared_state(traced, said)
     weights = _weights(shared, frequency or {})
     trace_s = time.perf_counter() - began
-    options = replace(options, time_budget_s=left_for_planning(options.time_budget_s, trace_s))
-    planner = JointPlanner(
-        shared,
-        weights,
-        cluster,
-        _fixed(shared, fixed or {}, len(mesh_axes(cluster))),
-        _pins(shared, ratios, mesh_axes(cluster)),
-        replace(options, leave_out=options.leave_out and not fixed and ratios is None),
-    )
-    results = planner.run()
+    axes = mesh_axes(cluster)
+    restricted = _fixed(shared, fixed or {}, len(axes)), _pins(shared, ratios, axes)
+    requested = {
+        "fixed": fixed,
+        "ratios": ratios,
+        "frequency": frequency,
+        "state": state,
+        "memory_limit": options.memory_limit,
+        "leave_out": options.leave_out,
+        "exact": options.exact,
+        "lowering": options.lowering.to_dict(),
+        "overlap": options.overlap,
+        "joint_gap": options.joint_gap,
+        "time_budget_s": options.time_budget_s,
+        "form": form,
+        "functions": names,
+    }
+
+    def search() -> _Searched:
+        may_leave_out = options.leave_out and not fixed and ratios is None
+        left = left_for_planning(options.time_budget_s, trace_s)
+        own = replace(options, leave_out=may_leave_out, time_budget_s=left)
+        planner = JointPlanner(shared, weights, cluster, *restricted, own)
+        results = planner.run()
+        found = {name: (shared.roles[name].traced, result) for name, result in results.items()}
+        alone = {name: result.cost_s for name, result in planner.alone.items()}
+        return _Searched(found, alone, min(planner.bound, planner.cost(results)))
+
+    def read(data: Mapping[str, Any]) -> _Searched:
+        found = {n: read_found(f"{PLANNED_ONCE}: {n!r}", d, shared.roles[n].traced) for n, d in data["plans"].items()}
+        alone = {name: read_number(seconds) for name, seconds in data["alone"].items()}
+        return _Searched(found, alone, read_number(data["bound"]))
+
+    def to_dict(searched: _Searched) -> dict[str, Any]:
+        return {
+            "plans": {name: found_to_dict(*one, cluster) for name, one in searched.found.items()},
+            "alone": {name: number_of(seconds) for name, seconds in searched.alone.items()},
+            "bound": number_of(searched.bound),
+        }
+
+    functions_traced = [role.traced for role in shared.roles.values()]
+    searched = searched_once(devices, functions_traced, cluster, requested, search, to_dict, read)
     total = time.perf_counter() - began
     found: dict[str, _Found] = {}
-    for name, result in results.items():
+    for name, (of, result) in searched.found.items():
         timings = {"trace_s": trace_s, **result.timings_s, "total_s": total}
-        found[name] = shared.roles[name].traced, replace(result, timings_s=timings), cluster
-    alone = {name: result.cost_s for name, result in planner.alone.items()}
+        found[name] = of, replace(result, timings_s=timings), cluster
     plans = _stored_alike(found, shared.roles, functions, devices, form)
-    return Plans(plans, shared.named_after, weights, alone, min(planner.bound, planner.cost(results)), said)
+    return Plans(plans, shared.named_after, weights, searched.alone, searched.bound, said)
 
 
 def load_plans(

@@ -1,0 +1,74 @@
+"""One search for all processes of a job: that of a mesh's first device plans, and the others take what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.trace import Traced
+from hapsynth.jobs.preflight import checked_together
+from hapsynth.jobs.process_facts import VERSIONS, of_functions, software
+from hapsynth.rendezvous.meeting import exchanged, meeting, ranks_of, wanted
+from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.search.sizing.fixed_ratios import RatioError
+
+PLANNED_ONCE = "the plan of the process that searched"
+"""What errors call it in the others."""
+T = TypeVar("T")
+_DOING = "planning"
+_COMPARED = ("process", "host", "numerics", "threads", *VERSIONS)
+
+
+def searched_once(
+    mesh: Mesh | None,
+    functions: Sequence[Traced],
+    cluster: Cluster,
+    asked: Mapping[str, Any],
+    search: Callable[[], T],
+    to_dict: Callable[[T], Any],
+    read: Callable[[Any], T],
+) -> T:
+    """What `search` finds in the process of the mesh's first device, in all processes that hold devices of the mesh.
+
+    They first compare what they are to plan: `functions`, `cluster` and the options `asked`. `to_dict` makes JSON of
+    what was found, `read` the inverse. A process that holds none of the devices, or is alone, or meets nobody
+    (HAPSYNTH_PREFLIGHT=off) searches by itself.
+
+    InfeasibleError, RatioError and KeyboardInterrupt of the search are raised in all. Raises PreflightError where the
+    processes are to plan unlike things, JobError where the job is over.
+    """
+    if mesh is None or not mesh.is_multi_process or not wanted() or jax.process_index() not in ranks_of(mesh):
+        return search()
+    client, ranks, first = meeting.client, ranks_of(mesh), mesh.devices.flat[0].process_index
+    here = software(str(client), client.host, mesh)
+    facts = {key: here[key] for key in _COMPARED if key in here} | of_functions(functions, cluster)
+    facts["asked"] = {name: repr(value) for name, value in asked.items()}
+    with meeting.doing(_DOING):
+        checked_together(meeting.gather(facts, ranks))
+    if client.rank != first:
+        told = _exchanged(mesh, None)[ranks.index(first)]
+        if "found" in told:
+            return read(told["found"])
+        text, needs, excess = told["text"], told["needs"], told["excess"]
+        errors = {"RatioError": RatioError(text), "InfeasibleError": InfeasibleError(text, needs, excess)}
+        raise errors.get(told["error"], KeyboardInterrupt(text))
+    try:
+        with meeting.doing(_DOING):
+            found = search()
+    except (InfeasibleError, RatioError, KeyboardInterrupt) as error:
+        details = {"needs": getattr(error, "needs", None), "excess": getattr(error, "excess", 1.0)}
+        _exchanged(mesh, {"error": type(error).__name__, "text": str(error), **details})
+        raise
+    _exchanged(mesh, {"found": to_dict(found)})
+    return found
+
+
+def _exchanged(mesh: Mesh, said: Any) -> list[Any]:
+    """Waits as long as the search takes."""
+    messages = exchanged(mesh, said, _DOING)
+    assert messages is not None
+    return messages
