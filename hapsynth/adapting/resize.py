@@ -36,7 +36,7 @@ def best_sizes(
     # At other sizes collectives last otherwise: about as long at the plan's as at those that are found.
     under_way = plan.timeline.under_way if overlap else {}
     sizer = Sizer(program, classes, costs, FixedRatios(named=dict(pinned or {})), under_way=under_way)
-    sizes = agreed(plan.mesh, sizer.best(proportional(costs.speed), limit=plan.memory_limit))
+    sizes = agreed(plan.mesh, sizer.best(proportional(costs.speed)))
     if not overlap:
         return sizes, sizer.memory.peak(sizes)
     under_way = program_timeline(program, sizes, costs).under_way

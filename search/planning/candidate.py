@@ -53,10 +53,10 @@ class Candidate:
         known = self.known_cost
         return program_cost(self.program, self.sizes, self.sizer.costs) if known is None else known
 
-    def at(self, sizes: Sizes, limit: float) -> Candidate:
-        """The same program at other sizes; `limit`: bytes that a device may hold."""
+    def at(self, sizes: Sizes) -> Candidate:
+        """The same program at other sizes."""
         memory = self.sizer.memory.peak(sizes)
-        over = sizes if memory > limit else None
+        over = sizes if memory > self.sizer.limit else None
         return replace(self, sizes=sizes, known_cost=None, memory=memory, bound=None, over=over)
 
     def is_like(self, other: Candidate) -> bool:
@@ -183,7 +183,7 @@ class CandidateBuilder:
             sizes, memory = assumed, needed
         else:
             weights = builder.ratios.weights
-            sizes = sizer.fixed(weights) if as_assumed else sizer.best(weights, limit=self.limit)
+            sizes = sizer.fixed(weights) if as_assumed else sizer.best(weights)
             memory = sizer.memory.peak(sizes)
             if assumed is not None and over is None:
                 better = sizer.variable_cost(assumed) <= sizer.variable_cost(sizes) * (1 + SAME)
@@ -206,7 +206,7 @@ class CandidateBuilder:
         """A lower bound on the seconds of a candidate's program over all sizes that fit."""
         sizer = candidate.sizer
         rest = candidate.cost - sizer.variable_cost(candidate.sizes)
-        return rest + sizer.bound(candidate.sizes, self.limit)
+        return rest + sizer.bound(candidate.sizes)
 
     def full_ops(self, candidate: Candidate) -> dict[int, float]:
         """The op at which a program holds the most and others far from it at which it holds too much -> bytes held. Of

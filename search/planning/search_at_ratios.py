@@ -413,8 +413,8 @@ class FixedRatioSearch:
 
     def bytes_at(self, ops: Sequence[int]) -> float:
         """A lower bound on the bytes that every program on these devices holds near one of `ops`, at any sizes and in
-        any order; 0 without ops or without memory limits."""
-        if np.isinf(self.limit) or (ops and self.clock.late()):
+        any order; 0 without ops."""
+        if ops and self.clock.late():
             return 0.0
         return certain_bytes(MemoryConstraints(self.builder(None), at_least=True), ops)
 

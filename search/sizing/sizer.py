@@ -80,6 +80,11 @@ class Sizer:
         self.kinds = {axes: costs.kinds_along(axes) for axes in self.families}
         self._known = known or KnownShares()
 
+    @property
+    def limit(self) -> float:
+        """Bytes that each device may hold, as counted (`MemoryBudget`)."""
+        return self.costs.room.limit
+
     @cached_property
     def memory(self) -> MemoryProfile:
         return MemoryProfile(self.program, self.classes, self.costs, self._under_way)
@@ -110,12 +115,9 @@ class Sizer:
             found.append(known[key])
         return found
 
-    def best(self, start: Floats, *, limit: float = np.inf) -> Sizes:
-        """The cheapest sizes found. Kinds are also left out, slowest first, where that pays.
-
-        `start`: weights of the devices. `limit`: bytes per device; where none keep it, those that hold the least are
-        returned.
-        """
+    def best(self, start: Floats) -> Sizes:
+        """The cheapest sizes found within `limit`; where none keep it, those that hold the least. Kinds are also left
+        out, slowest first, where that pays. `start`: weights of the devices."""
         room = self.costs.room.proportions
         candidates = [self.fixed(w) for w in (start, np.ones(self.costs.n), room) if w is not None]
         if len(self.pinned) == len(self.classes.all):
@@ -124,14 +126,14 @@ class Sizer:
         kind_of = self.costs.kind_of
         order = sorted(range(len(self.costs.kinds)), key=lambda k: -speed[kind_of == k].max())
         every = len(order) <= FEW
-        ranked = [(*self._merit(s, limit), i) for i, s in enumerate(candidates)]
+        ranked = [(*self._merit(s), i) for i, s in enumerate(candidates)]
 
         def with_fastest(count: int) -> tuple[float, float]:
             if self._left() <= 0:
                 return np.inf, np.inf
             active = np.isin(kind_of, order[:count])
-            candidates.append(self._optimized(np.where(active, speed, 0.0), active, limit))
-            merit = self._merit(candidates[-1], limit)
+            candidates.append(self._optimized(np.where(active, speed, 0.0), active))
+            merit = self._merit(candidates[-1])
             ranked.append((*merit, len(candidates) - 1))
             return merit
 
@@ -142,44 +144,44 @@ class Sizer:
             least_at(ladder(len(order)), with_fastest)
         # Rounding may part what is alike before it.
         best = [candidates[i] for *_, i in sorted(ranked)[: 1 if every else _POLISHED]]
-        return min((self._polished(s, limit) for s in best), key=lambda s: self._merit(s, limit))
+        return min((self._polished(s) for s in best), key=lambda s: self._merit(s))
 
-    def _merit(self, sizes: Sizes, limit: float) -> tuple[float, float]:
+    def _merit(self, sizes: Sizes) -> tuple[float, float]:
         """A key to compare sizes by, less being better: bytes beyond `limit` first, then the cost."""
-        return self._beyond(sizes, limit), self.variable_cost(sizes)
+        return self._beyond(sizes), self.variable_cost(sizes)
 
-    def _polished(self, sizes: Sizes, limit: float) -> Sizes:
+    def _polished(self, sizes: Sizes) -> Sizes:
         """Improve sizes by moves of whole groups of units too, until the cost no longer falls."""
         for _ in range(_LP_ROUNDS if self._left() > 0 else 0):
-            improved = self._improved(sizes.shares, self._beyond(sizes, limit), together=True)
+            improved = self._improved(sizes.shares, self._beyond(sizes), together=True)
             if improved.shares == sizes.shares:
                 break
             sizes = improved
         return sizes
 
-    def _beyond(self, sizes: Sizes, limit: float) -> float:
+    def _beyond(self, sizes: Sizes) -> float:
         """The bytes that sizes hold on the fullest device, but at least `limit`."""
-        return limit if np.isinf(limit) else max(self.memory.peak(sizes), limit)
+        return max(self.memory.peak(sizes), self.limit)
 
     def variable_cost(self, sizes: Sizes) -> float:
         """Seconds of everything that sizes decide; the rest of the program costs the same at all sizes."""
         return self.loads.cost(sizes)
 
-    def bound(self, sizes: Sizes, limit: float = np.inf) -> float:
-        """A lower bound on `variable_cost`, in seconds, over all sizes within `limit` bytes per device."""
-        bound = relaxation_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, limit, self._left)
+    def bound(self, sizes: Sizes) -> float:
+        """A lower bound on `variable_cost`, in seconds, over all sizes within `limit`."""
+        bound = relaxation_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, self.limit, self._left)
         return min(bound, self.variable_cost(sizes))
 
-    def _optimized(self, weights: Floats, active: np.ndarray, limit: float) -> Sizes:
+    def _optimized(self, weights: Floats, active: np.ndarray) -> Sizes:
         """Sizes from the linear programs; memory rows are added at the points where the sizes found are too large."""
         sizes = self.fixed(weights)
         if not self.classes.all:
             return sizes
         if len(self.families) > 1 or self.loads.has_products or self.loads.has_curves or self.loads.moves:
             # The linear programs depend on these.
-            sizes = self._whole_units(self._fractions(sizes), limit)
+            sizes = self._whole_units(self._fractions(sizes))
         points: set[int] = set()
-        allowed = limit
+        allowed = self.limit
         for _ in range(_LP_ROUNDS):
             before = self._fractions(sizes)
             solved = dict(before)
@@ -195,16 +197,15 @@ class Sizer:
                 if len(self.families) > 1 and len(self.costs.kinds) > FEW:
                     sizes = Sizes(self.graph, self.classes, tuple(self._nearest(solved)))
                 elif len(self.families) > 1:
-                    sizes = self._whole_units(solved, limit)
+                    sizes = self._whole_units(solved)
                     solved.update(self._fractions(sizes, axes))
-            sizes = self._whole_units(solved, limit)
-            # Without a limit memory is no matter.
-            alive = np.zeros(1) if np.isinf(limit) else self.memory.at(sizes)
+            sizes = self._whole_units(solved)
+            alive = self.memory.at(sizes)
             settled = all(np.allclose(solved[c].max(), before[c].max()) for c in solved)
-            if alive.max() > limit:
+            if alive.max() > self.limit:
                 if int(alive.argmax()) in points:
                     # Rounding to whole units overshot.
-                    allowed *= limit / float(alive.max())
+                    allowed *= self.limit / float(alive.max())
                 points.add(int(alive.argmax()))
             elif settled or not (self.loads.has_products or self.loads.has_curves):
                 break
@@ -222,9 +223,9 @@ class Sizer:
         found[LINK] -= loads.sent_seconds(sizes)
         return {resource: max(0.0, seconds) for resource, seconds in found.items()}
 
-    def balanced(self, sizes: Sizes, besides: Mapping[int, float], exposed: float, limit: float = np.inf) -> Sizes:
+    def balanced(self, sizes: Sizes, besides: Mapping[int, float], exposed: float) -> Sizes:
         """Sizes at which the busiest stream and the link have the least to do, in whole units nearest to them; those
-        given where no others are found within `limit` bytes per device. `besides`, `exposed`: as `MakespanLP`."""
+        given where no others are found within `limit`. `besides`, `exposed`: as `MakespanLP`."""
         found, points = sizes, set[int]()
         for _ in range(_LP_ROUNDS):
             before = self._fractions(found)
@@ -232,13 +233,13 @@ class Sizer:
             for axes in self.families:
                 given = self.loads, self.memory, axes, self.kinds[axes], np.ones(self.costs.n), found, self.pinned
                 lp = MakespanLP(*given, besides=besides, exposed=exposed, apart=bool(points))
-                fractions = lp.solve(sorted(points), limit, self._left()) if lp.classes else {}
+                fractions = lp.solve(sorted(points), self.limit, self._left()) if lp.classes else {}
                 if fractions is None:
                     return sizes
                 solved.update(fractions)
                 found = Sizes(self.graph, self.classes, tuple(self._nearest(solved)))
-            alive = np.zeros(1) if np.isinf(limit) else self.memory.at(found)
-            if alive.max() > limit:
+            alive = self.memory.at(found)
+            if alive.max() > self.limit:
                 if int(alive.argmax()) in points:
                     break
                 points.add(int(alive.argmax()))
@@ -246,7 +247,7 @@ class Sizer:
                 np.allclose(solved[c], before[c], atol=1e-3) for c in solved
             ):
                 return found
-        return found if self._beyond(found, limit) <= limit else sizes
+        return found if self.memory.peak(found) <= self.limit else sizes
 
     def _fractions(self, sizes: Sizes, axes: tuple[int, ...] | None = None) -> dict[int, Floats]:
         """Class -> fraction per position, of those cut along `axes`, or all."""
@@ -256,9 +257,9 @@ class Sizer:
             if axes is None or c.axes == axes
         }
 
-    def _whole_units(self, fractions: dict[int, Floats], limit: float) -> Sizes:
+    def _whole_units(self, fractions: dict[int, Floats]) -> Sizes:
         """Largest remainders, then single units moved while the cost falls and the memory allows it."""
-        return self._improved(self._nearest(fractions), limit)
+        return self._improved(self._nearest(fractions), self.limit)
 
     def _improved(self, shares: Sequence[tuple[int, ...]], limit: float, *, together: bool = False) -> Sizes:
         """Sizes of less cost, each class by itself: all as if memory were no matter or, where they then hold too much,
@@ -291,7 +292,7 @@ class Sizer:
                         counted = counted + self.memory.added(sizes, moved, c)
                     sizes = moved
                     numbers[c] = self._known.numbering.of(better)
-            if np.isinf(limit) or self.memory.peak(sizes) <= limit:
+            if self.memory.peak(sizes) <= limit:
                 break
         return sizes
 

@@ -102,7 +102,7 @@ def _at_other_ratios(found: MakespanSearch, cutoff: float) -> list[MakespanSearc
             break
         if known not in balanced:
             balanced.append(known)
-            sizes = _balanced(known, search.task.costs, search.limit)
+            sizes = _balanced(known, search.task.costs)
             if sizes is not None:
                 pool.append(_at(sizes, best, cutoff))
         at = min(pool, key=lambda each: each.bound)
@@ -117,7 +117,7 @@ def _at_other_ratios(found: MakespanSearch, cutoff: float) -> list[MakespanSearc
 def _at(sizes: Sizes, found: MakespanSearch, cutoff: float) -> MakespanSearch:
     """The first rounds at the ratios of these sizes, which the best program has there too."""
     assert found.best is not None
-    known = found.best.candidate.at(sizes, found.search.limit)
+    known = found.best.candidate.at(sizes)
     return _begun_at(found.search.task.own_ratios(sizes), found, cutoff, known)
 
 
@@ -133,7 +133,7 @@ def _least_makespan(found: MakespanSearch) -> float:
     return found.best.makespan_s if found.best else np.inf
 
 
-def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
+def _balanced(found: Scheduled, costs: CostModel) -> Sizes | None:
     """Sizes of a program that share its critical path better between devices and link; None where they gain nothing."""
     candidate, tasks = found.candidate, found.timeline.tasks
     spent = dict.fromkeys(Machine, 0.0)
@@ -143,5 +143,5 @@ def _balanced(found: Scheduled, costs: CostModel, limit: float) -> Sizes | None:
     sizer = candidate.sizer
     # What contention takes counts as if it were the same at other sizes.
     besides = sizer.besides(candidate.sizes, busy_seconds(found.timeline, costs, contention=True))
-    sizes = sizer.balanced(candidate.sizes, besides, computing / total if total else 1.0, limit)
+    sizes = sizer.balanced(candidate.sizes, besides, computing / total if total else 1.0)
     return None if sizes.shares == candidate.sizes.shares else sizes

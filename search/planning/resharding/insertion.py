@@ -44,10 +44,9 @@ _ALIKE = 1 / 64
 
 @dataclass(frozen=True, eq=False)
 class ReshardInserter:
-    """Looks for reshares that pay, within `limit` bytes. `left`: seconds that there are for it."""
+    """Looks for reshares that pay. `left`: seconds that there are for it."""
 
     costs: CostModel
-    limit: float
     left: Callable[[], float] = lambda: np.inf
 
     def improved(self, candidate: Candidate) -> Candidate:
@@ -177,7 +176,7 @@ class ReshardInserter:
         except ProgramError:
             return None
         sizer = Sizer(program, Classes.build(graph, program, table), self.costs, left=self.left)
-        sizes = sizer.best(own_weights(self.costs, parts.sizes), limit=self.limit)
+        sizes = sizer.best(own_weights(self.costs, parts.sizes))
         return self._merged(program, sizes)
 
     def _merged(self, program: Program, sizes: Sizes) -> Candidate | None:
@@ -186,6 +185,6 @@ class ReshardInserter:
         program = by_cheapest_steps(program, sizes, self.costs)
         sizer = Sizer(program, sizes.classes, self.costs, left=self.left)
         memory = sizer.memory.peak(sizes)
-        if memory > self.limit:
+        if memory > sizer.limit:
             return None
         return Candidate(sizer, sizes, program_cost(program, sizes, self.costs), memory, None, None)

@@ -34,7 +34,7 @@ class Resharding:
 
     def __init__(self, search: FixedRatioSearch, tolerance: float) -> None:
         self.search, self.task, self.tolerance = search, search.task, tolerance
-        self.inserter = ReshardInserter(self.task.costs, search.limit, search.clock.left)
+        self.inserter = ReshardInserter(self.task.costs, search.clock.left)
 
     def improved(self, best: Candidate, bound: float | None) -> tuple[Candidate, float | None]:
         """As `resharded` gives it."""

@@ -162,16 +162,15 @@ def test_sizes_within_exact_memory_are_near_the_best_of_all() -> None:
     """Against every way to cut the state, and the bound below them all."""
     plan = tight()
     sizer = Sizer(plan.program, plan.sizes.classes, plan.cost_model())
-    limit = sizer.costs.room.limit
     units, *_ = (c.units for c in plan.sizes.classes.all)
     best = np.inf
     for first, second in product(range(units + 1), repeat=2):
         if first + second <= units:
             shares = ((first, second, units - first - second), *plan.sizes.shares[1:])
             sizes = Sizes(plan.traced.graph, plan.sizes.classes, shares)
-            if sizer.memory.peak(sizes) <= limit:
+            if sizer.memory.peak(sizes) <= sizer.limit:
                 best = min(best, program_cost(plan.program, sizes, sizer.costs))
     assert best <= plan.cost <= best * (1 + 1e-6)
     rest = plan.cost - sizer.variable_cost(plan.sizes)
-    assert rest + sizer.bound(plan.sizes, limit) <= best
+    assert rest + sizer.bound(plan.sizes) <= best
     assert plan.result.joint_lower_bound_s <= plan.result.lower_bound_s <= plan.cost

@@ -41,6 +41,7 @@ from hapsynth.search.result import Progress, Result
 from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
+from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.search.solver import Ints
 
 TINY = {
@@ -330,12 +331,14 @@ def test_a_search_at_other_ratios_knows_the_program_at_its_sizes() -> None:
     sizes = best.candidate.sizes
     assert sizes.shares
     even = Sizes(given.task.graph, sizes.classes, tuple((32, 32) for _ in sizes.shares))
-    known = best.candidate.at(even, np.inf)
+    known = best.candidate.at(even)
     assert known.over is None
     again = MakespanSearch(given.search, given.task.own_ratios(even), best.seen.choices, search, known)
     assert [found.candidate for found in again.scheduled[1:]] == [known]
     assert again.best is min(again.scheduled, key=lambda found: found.makespan_s)
-    assert best.candidate.at(even, 1.0).over is even
+    little = given.task.on(given.task.cluster, memory_limit=1.0).costs
+    short = replace(best.candidate, sizer=Sizer(best.candidate.program, sizes.classes, little))
+    assert short.at(even).over is even
 
 
 def test_what_was_found_at_other_ratios_is_scheduled_where_it_comes_up() -> None:

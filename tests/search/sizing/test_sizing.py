@@ -19,7 +19,7 @@ from hapsynth.instructions.program.sizes import Classes, Sizes
 from hapsynth.search.cost.program_cost import program_cost
 from hapsynth.search.memory.profile import peak
 from hapsynth.search.planning.baselines import Baselines
-from hapsynth.search.planning.task import Task
+from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.sizing.ratios import round_shares
 from hapsynth.search.sizing.sizer import Sizer
 
@@ -32,6 +32,12 @@ def sizer(speeds, rows, width=512, **link):
     program = Baselines(task).all()["data_parallel"].program
     classes = Classes.build(graph, program, task.factors)
     return Sizer(program, classes, task.costs), program
+
+
+def within(found, limit):
+    """The sizer of the same program where each device has `limit` bytes."""
+    task = Task(found.graph, found.costs.cluster, PlanningOptions(memory_limit=limit))
+    return Sizer(found.program, found.classes, task.costs)
 
 
 @pytest.mark.parametrize("speeds", [[1.0, 1.0, 1.0], [3.0, 1.0, 1.0], [5.0, 2.0, 1.0], [1.0, 1.0, 0.01]])
@@ -74,13 +80,14 @@ def test_sizes_are_as_good_as_cp_sat_proves(system, speeds, widths, rows, bandwi
     if limited:
         limit = (found.memory.peak(sizes) + found.memory.peak(found.fixed(even))) / 2
         assert limit < found.memory.peak(sizes)
-        sizes = found.best(even, limit=limit)
+        found = within(found, limit)
+        sizes = found.best(even)
         assert found.memory.peak(sizes) <= limit
     exact = exact_sizes(found, sizes, limit)
     assert exact is not None
     assert found.variable_cost(sizes) == pytest.approx(found.variable_cost(exact), rel=1e-6)
     # No whole units, these least of all, are below the bound, and it is no empty one.
-    bound = found.bound(sizes, limit)
+    bound = found.bound(sizes)
     assert 0.85 * found.variable_cost(exact) <= bound <= found.variable_cost(exact) * (1 + 1e-9)
 
 
@@ -114,7 +121,7 @@ def test_memory_is_never_broken_where_it_can_be_kept():
     free = found.best(np.array([0.5, 0.5]))
     even = found.fixed(np.array([0.5, 0.5]))
     limit = (peak(program, free, found.costs) + peak(program, even, found.costs)) / 2
-    kept = found.best(np.array([0.5, 0.5]), limit=limit)
+    kept = within(found, limit).best(np.array([0.5, 0.5]))
     assert peak(program, free, found.costs) > limit
     assert peak(program, kept, found.costs) <= limit
     assert kept.shares[0][0] > kept.shares[0][1]
@@ -134,11 +141,12 @@ def test_what_costs_alike_and_holds_unlike_bytes_has_ratios_of_its_own_where_mem
     assert found.loads.alike(0, ()) == found.loads.alike(1, ())
     alike = Sizes(graph, found.classes, ((40, 24),) * 2)
     limit = found.memory.peak(alike)
-    best = found.best(np.full(2, 0.5), limit=limit)
+    found = within(found, limit)
+    best = found.best(np.full(2, 0.5))
     assert found.memory.peak(best) <= limit
-    assert 0.95 * found.variable_cost(best) < found.bound(alike, limit) <= found.variable_cost(best)
+    assert 0.95 * found.variable_cost(best) < found.bound(alike) <= found.variable_cost(best)
     # Where the busiest device counts alone, the slow one has even less to do.
-    balanced = found.balanced(alike, {0: 0.0, 1: 0.0}, 1.0, limit + 4096)
+    balanced = within(found, limit + 4096).balanced(alike, {0: 0.0, 1: 0.0}, 1.0)
     assert sum(slow for _, slow in balanced.shares) < sum(slow for _, slow in best.shares)
 
 
