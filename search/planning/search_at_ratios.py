@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.memory_constraints import MemoryConstraints
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.candidate import Candidate, CandidateBuilder, Incumbent, bound_at
 from hapsynth.search.planning.effort import Clock, Effort
-from hapsynth.search.planning.infeasibility import certain_bytes, weighed, worst_weights
+from hapsynth.search.planning.master_problem import limiting_weights
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Progress
 from hapsynth.search.sizing.ratios import Ratios
-from hapsynth.search.solver import Ints, Messages, Problem, Solution, solve, solve_quotient
+from hapsynth.search.solver import Edge, Ints, Messages, Problem, Solution, solve, solve_quotient
 
 _MEMORY_ROUNDS = 8
 _SHRINK_ROUNDS = 6
@@ -30,6 +31,8 @@ times as many did not raise the bound of a mixture of experts on 2x2x2 in a minu
 _SHARE = 0.25
 """The fraction of the remaining time budget that one search may take."""
 _SHRINK_TOLERANCE = 1e-3
+_TIE = 1e-6
+"""Of a second, in the units of what is held: what programs that hold the same are told apart by."""
 
 
 class AdditiveSolution(NamedTuple):
@@ -373,7 +376,12 @@ class FixedRatioSearch:
         return found
 
     def shrink(self, ratios: Ratios) -> None:
-        """Look for the program that holds the least at some ratios, until one fits."""
+        """Look for the program that holds the least at some ratios, until one fits.
+
+        With weights w >= 0 over ops, of sum 1, the least sum of w . bytes over all choices is never above the least
+        peak of all. The weights of the next round are drawn to those that are the worst for the programs seen so far
+        (fictitious play); each round's program also shows further ops at which much is held.
+        """
         if self.clock.late():
             return
         builder = ProblemBuilder(self.choices, self.task.costs, ratios)
@@ -387,8 +395,9 @@ class FixedRatioSearch:
             # Half of the weight is spread: what is seen of the ops where nothing binds yet.
             weights = np.full(count, 1.0 / max(count, 1))
             if seen and count:
-                weights = (weights + worst_weights([problem.usage(constraints.extended(problem, x)) for x in seen])) / 2
-            lightest = weighed(problem, weights, ties=True)
+                held = np.array([problem.usage(constraints.extended(problem, x)) for x in seen])
+                weights = (weights + limiting_weights(held, [0.0] * count)[0]) / 2
+            lightest = _lightest(problem, weights)
             solved = self.solve(lightest, tolerance=_SHRINK_TOLERANCE, seconds=self.clock.allotted())
             if solved.choices is None:
                 return
@@ -416,9 +425,26 @@ class FixedRatioSearch:
         any order; 0 without ops."""
         if ops and self.clock.late():
             return 0.0
-        return certain_bytes(MemoryConstraints(self.builder(None), at_least=True), ops)
+        constraints = MemoryConstraints(self.builder(None), at_least=True)
+        return max((constraints.least_at(constraints.fullest_near(op)) for op in ops), default=0.0)
 
     def full_ops(self) -> tuple[int, ...]:
         """Ops at which the smallest program found so far holds the most."""
         least = self.incumbent.least
         return tuple(self.maker.full_ops(least)) if least else ()
+
+
+def _lightest(problem: Problem, weights: Floats) -> Problem:
+    """The problem of the least weighted bytes over a problem's resources, in units of their limits. Ties are broken by
+    seconds, which leaves no bound on bytes."""
+    unary: list[Floats] = []
+    for i, seconds in enumerate(problem.unary):
+        held = sum(w / r.limit * r.usage[i] for w, r in zip(weights, problem.resources, strict=True))
+        unary.append(held + np.where(np.isfinite(seconds), _TIE * np.minimum(seconds, 1e300), np.inf))
+    known: dict[int, Floats] = {}
+    edges: list[Edge] = []
+    for e, (_, _, table) in zip(problem.edges, problem.shared.edges, strict=True):
+        if table not in known:
+            known[table] = np.where(np.isfinite(e.table), _TIE * np.minimum(e.table, 1e300), np.inf)
+        edges.append(e._replace(table=known[table]))
+    return Problem(tuple(unary), tuple(edges))

@@ -35,8 +35,8 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.effort import LAST_S
 from hapsynth.search.planning.makespan.branches import Branch, Seen, unlike_uses
 from hapsynth.search.planning.makespan.clocks import first_devices, kinds_of_groups, least_seconds, resources
-from hapsynth.search.planning.makespan.master_problem import limiting_weights, nearest_weights
 from hapsynth.search.planning.makespan.mixtures import mixture, unlike_parts
+from hapsynth.search.planning.master_problem import limiting_weights, nearest_weights
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.group_testing import improving

@@ -1,6 +1,7 @@
-"""The restricted master problem: weights of chains, as far as the programs seen so far tell.
+"""The restricted master problem: weights, of chains or of ops, as far as the programs seen so far tell.
 
-`lengths`: seconds of each chain in each program [programs, chains]; `floors`: the least weight of each chain.
+`lengths`: seconds of each chain, or bytes at each op, in each program [programs, chains]; `floors`: the least weight of
+each.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from hapsynth.search.cost.model import Floats
 
 def limiting_weights(lengths: Floats, floors: Sequence[float]) -> tuple[Floats, float, Floats]:
     """Weights at which the least weighted length of the programs is the greatest (Kelley's cutting planes), this
-    length, and the shares of the programs that limit it."""
+    length, and the shares of the programs that limit it. Where HiGHS solves nothing: even weights above the floors, a
+    length that no weights exceed, and equal shares."""
     count, unit = lengths.shape[1], float(lengths.max()) or 1.0
     found = linprog(
         np.array([0.0] * count + [-1.0]),
@@ -26,6 +28,9 @@ def limiting_weights(lengths: Floats, floors: Sequence[float]) -> tuple[Floats, 
         bounds=[*[(floor, None) for floor in floors], (None, None)],
         method="highs",
     )
+    if found.x is None:
+        even = (1.0 - sum(floors)) / count
+        return np.array(floors) + even, float(lengths.max()), np.full(len(lengths), 1.0 / len(lengths))
     return np.maximum(found.x[:count], 0.0), -float(found.fun) * unit, np.maximum(-found.ineqlin.marginals, 0.0)
 
 
