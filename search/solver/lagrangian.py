@@ -12,10 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from hapsynth.search.solver.options import DEFAULT, SolverOptions
+from hapsynth.search.solver.patches import patches
 from hapsynth.search.solver.primal_dual import PrimalDualSearch
 from hapsynth.search.solver.problem import Floats, Ints, Problem, padded_limits
 from hapsynth.search.solver.reduction import ReducedProblem
@@ -142,25 +141,19 @@ def _next_prices(problem: Problem, limits: Floats, seen: list[Ints], centre: Flo
 
 
 def patched(problem: Problem, one: Ints, other: Ints, options: SolverOptions = DEFAULT, left: float = np.inf) -> Ints:
-    """The cheapest assignment within the limits that takes each patch of variables from one of two assignments.
-
-    A patch is a set of variables in which they differ and that edges join: where all else is equal, what a patch
-    changes of cost and usage does not depend on the others. `one`, where none keeps the limits, or none is found in the
-    `left` seconds.
-    """
-    patch = _patches(problem, one != other)
-    count = int(patch.max()) + 1
+    """The cheapest assignment within the limits that takes each patch of variables from one of two assignments; `one`,
+    where none keeps the limits, or none is found in the `left` seconds."""
+    patch, count = patches(problem.ends, one != other)
     if not count:
         return one
     cost, usage = np.zeros(count), np.zeros((len(problem.resources), count))
-    where = np.flatnonzero(patch >= 0)
-    for i in where.tolist():
+    for i in np.flatnonzero(patch < count).tolist():
         cost[patch[i]] += problem.unary[i][other[i]] - problem.unary[i][one[i]]
         for k, r in enumerate(problem.resources):
             usage[k, patch[i]] += r.usage[i][other[i]] - r.usage[i][one[i]]
     for e in problem.edges:
-        at = max(patch[e.u], patch[e.v])
-        if at >= 0:
+        at = min(patch[e.u], patch[e.v])
+        if at < count:
             cost[at] += e.table[e.gu[other[e.u]], e.gv[other[e.v]]] - e.table[e.gu[one[e.u]], e.gv[one[e.v]]]
     spare = padded_limits(problem) - problem.usage(one)
     unit = np.abs(usage).max(axis=1)
@@ -174,16 +167,3 @@ def patched(problem: Problem, one: Ints, other: Ints, options: SolverOptions = D
         return one
     taken = np.append(np.round(found.x) > 0, False)
     return np.where(taken[patch], other, one)
-
-
-def _patches(problem: Problem, differ: np.ndarray) -> Ints:
-    """int [variables]: the patch of each variable that differs, numbered from 0; -1 of the others."""
-    u = np.array([e.u for e in problem.edges], dtype=np.int64)
-    v = np.array([e.v for e in problem.edges], dtype=np.int64)
-    joined = differ[u] & differ[v] if u.size else np.zeros(0, dtype=bool)
-    ones = np.ones(int(joined.sum()))
-    graph = coo_array((ones, (u[joined], v[joined])), shape=(differ.size, differ.size))
-    of = connected_components(graph, directed=False)[1]
-    patch = np.full(differ.size, -1, dtype=np.int64)
-    patch[differ] = np.unique(of[differ], return_inverse=True)[1]
-    return patch

@@ -67,6 +67,11 @@ class Problem:
         edges = [(of(gu), of(gv), of(table)) for _, _, gu, gv, table in self.edges]
         return SharedArrays([of(row) for row in self.unary], edges)
 
+    @cached_property
+    def ends(self) -> Ints:
+        """The variables that each edge joins: int64 [edges, 2]."""
+        return np.array([(e.u, e.v) for e in self.edges], dtype=np.int64).reshape(-1, 2)
+
     def cost(self, assignment: npt.NDArray[np.integer] | Sequence[int]) -> float:
         """The cost of an assignment (int [variables]); inf if a table or a unary forbids it."""
         x = [int(s) for s in assignment]

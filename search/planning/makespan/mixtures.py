@@ -1,10 +1,10 @@
 """Programs put together from parts of others: the shortest, as far as chains tell.
 
-Where two programs differ, their variables fall into parts that no edge joins, each of which may be taken from either.
-Parts of several programs that share a variable or an edge exclude each other. A mixed-integer program takes those with
-which the longest chain is the shortest. Of the programs that limit a bound it is the restricted master problem of
-column generation, with integers (price and branch): the convex combination of them that the linear program finds is as
-short as the bound allows, and a mixture of them is often nearly so.
+Where two programs differ, their variables fall into patches (`solver/patches.py`), each of which may be taken from
+either. Those of several programs that share a variable or an edge exclude each other. A mixed-integer program takes
+those with which the longest chain is the shortest. Of the programs that limit a bound it is the restricted master
+problem of column generation, with integers (price and branch): the convex combination of them that the linear program
+finds is as short as the bound allows, and a mixture of them is often nearly so.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array
-from scipy.sparse.csgraph import connected_components
 
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.chains import Chain, ChainSpace
-from hapsynth.search.formulation.choice_space import ChoiceSpace
 from hapsynth.search.planning.makespan.branches import Seen
 from hapsynth.search.solver import Ints
+from hapsynth.search.solver.patches import patches
 
 _NODES = 200
 """Of a mixed-integer program, so that it ends, at the same mixture each time."""
 
 
-class _Part(NamedTuple):
+class _Patch(NamedTuple):
     """States that another program gives some variables, and by how much each chain is longer with them [chains]."""
 
     variables: Ints
@@ -38,17 +37,17 @@ class _Part(NamedTuple):
 def mixture(
     space: ChainSpace, chains: Sequence[Chain], base: Seen, others: Sequence[Seen], tolerance: float
 ) -> Ints | None:
-    """The choices of a program, `base`, with parts of others; None where there are fewer than two parts, or it is the
+    """The choices of a program, `base`, with patches of others; None where there are fewer than two, or it is the
     shortest as it is."""
     st = space.structure
     ends, size = st.joined_variables, base.choices.size
     places = np.concatenate([chain.places for chain in chains])
     of_chain = np.repeat(np.arange(len(chains)), [chain.places.size for chain in chains])
-    found: dict[tuple[bytes, bytes], _Part] = {}
+    found: dict[tuple[bytes, bytes], _Patch] = {}
     for other in others:
-        part, count = unlike_parts(st, base.choices, other.choices)
-        of_uses = part[ends[: len(st.uses)]].min(axis=1)
-        of_place = space.in_each_place(part[st.op_variable], of_uses, part[st.value_variable], count)
+        patch, count = patches(ends, base.choices != other.choices)
+        of_uses = patch[ends[: len(st.uses)]].min(axis=1)
+        of_place = space.in_each_place(patch[st.op_variable], of_uses, patch[st.value_variable], count)
         longer, columns = other.taken.flat - base.taken.flat, count + 1
         # Most seconds are the same in both programs.
         differs = (longer != 0)[places]
@@ -56,29 +55,19 @@ def mixture(
         sums = np.bincount(of_chain[differs] * columns + of_place[at], longer[at], minlength=len(chains) * columns)
         changes = np.asarray(sums, dtype=np.float64).reshape(len(chains), columns)
         for k in range(count):
-            variables = np.flatnonzero(part == k)
+            variables = np.flatnonzero(patch == k)
             states = other.choices[variables]
-            found.setdefault((variables.tobytes(), states.tobytes()), _Part(variables, states, changes[:, k]))
-    parts = [*found.values()]
-    if len(parts) < 2:
+            found.setdefault((variables.tobytes(), states.tobytes()), _Patch(variables, states, changes[:, k]))
+    every = [*found.values()]
+    if len(every) < 2:
         return None
-    changes = np.array([part.changes for part in parts]).T
+    changes = np.array([patch.changes for patch in every]).T
     lengths = np.array([chain.length(base.taken) for chain in chains])
-    taken = _shortest(lengths, changes, _exclusive(parts, ends, size), tolerance)
+    taken = _shortest(lengths, changes, _exclusive(every, ends, size), tolerance)
     choices = base.choices.copy()
-    for part in (parts[k] for k in taken):
-        choices[part.variables] = part.states
+    for patch in (every[k] for k in taken):
+        choices[patch.variables] = patch.states
     return choices if taken else None
-
-
-def unlike_parts(structure: ChoiceSpace, base: Ints, other: Ints) -> tuple[Ints, int]:
-    """Of each variable the part that it is in where two programs differ [variables], and how many parts there are: the
-    part after the last is where they are the same."""
-    unlike, ends = base != other, structure.joined_variables
-    joined = ends[unlike[ends].all(axis=1)]
-    _, part = connected_components(_adjacent(joined, base.size), directed=False)
-    names = np.unique(part[unlike])
-    return np.where(unlike, np.searchsorted(names, part), names.size), names.size
 
 
 def _adjacent(ends: Ints, size: int) -> csr_array:
@@ -86,19 +75,19 @@ def _adjacent(ends: Ints, size: int) -> csr_array:
     return coo_array((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(size, size)).tocsr()
 
 
-def _exclusive(parts: Sequence[_Part], ends: Ints, size: int) -> Ints:
-    """Pairs of parts that share a variable, or that an edge joins [pairs, 2]."""
-    rows = np.repeat(np.arange(len(parts)), [part.variables.size for part in parts])
-    columns = np.concatenate([part.variables for part in parts])
-    inside = coo_array((np.ones(rows.size), (rows, columns)), shape=(len(parts), size)).tocsr()
+def _exclusive(every: Sequence[_Patch], ends: Ints, size: int) -> Ints:
+    """Pairs of patches that share a variable, or that an edge joins [pairs, 2]."""
+    rows = np.repeat(np.arange(len(every)), [patch.variables.size for patch in every])
+    columns = np.concatenate([patch.variables for patch in every])
+    inside = coo_array((np.ones(rows.size), (rows, columns)), shape=(len(every), size)).tocsr()
     near = _adjacent(ends, size)
     both = (inside @ (inside + inside @ (near + near.T)).T).tocoo()
     return np.stack(both.coords, axis=1)[both.coords[0] < both.coords[1]]
 
 
 def _shortest(lengths: Floats, changes: Floats, exclusive: Ints, tolerance: float) -> list[int]:
-    """The parts with which the longest of some chains is the shortest. `lengths`: [chains] without parts; `changes`:
-    [chains, parts]."""
+    """The patches with which the longest of some chains is the shortest. `lengths`: [chains] without any; `changes`:
+    [chains, patches]."""
     chains, count = changes.shape
     unit = float(lengths.max()) or 1.0
     rows = np.column_stack([changes / unit, -np.ones(chains)])

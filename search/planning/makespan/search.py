@@ -13,7 +13,7 @@ These far weights bring up other programs, near ones raise the bound: once ratio
 the nearest weights at which it may rise halfway to what the programs seen allow (the level bundle method: Lemarechal,
 Nemirovskii, Nesterov 1995).
 No weights bound it by more than a mean of programs takes, so it is raised in branches (`branches.py`). In the end
-parts of other programs are tried in the best one, as they are scheduled (path relinking).
+patches of other programs are tried in the best one, as they are scheduled (path relinking).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.effort import LAST_S
 from hapsynth.search.planning.makespan.branches import Branch, Seen, unlike_uses
 from hapsynth.search.planning.makespan.clocks import first_devices, kinds_of_groups, least_seconds, resources
-from hapsynth.search.planning.makespan.mixtures import mixture, unlike_parts
+from hapsynth.search.planning.makespan.mixtures import mixture
 from hapsynth.search.planning.master_problem import limiting_weights, nearest_weights
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
 from hapsynth.search.scheduling.critical_path import Step, critical_path
@@ -45,6 +45,7 @@ from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline
 from hapsynth.search.sizing.ratios import Ratios
 from hapsynth.search.solver import Ints
+from hapsynth.search.solver.patches import patches
 
 _MORE_ROUNDS = 4
 """Further rounds after a first look whose programs are worse than others', but whose bound allows better ones."""
@@ -544,24 +545,25 @@ class MakespanSearch:
 
     def relink(self) -> None:
         """Look for better programs between the best one and others that are nearly as good, as they are scheduled (path
-        relinking: Glover, Laguna, Martí 2000): with all parts of one, else half of them, and so on. Of what comes up
+        relinking: Glover, Laguna, Martí 2000): with all patches of one, else half of them, and so on. Of what comes up
         the best is kept: the rest is much like it."""
         known, linked = [*self.scheduled], 0
         for other in self._ranked():
             if self.best is None or linked == _LINKED or self.search.clock.late():
                 break
-            part, count = unlike_parts(self.structure, self.best.seen.choices, other.seen.choices)
+            differs = self.best.seen.choices != other.seen.choices
+            patch, count = patches(self.structure.joined_variables, differs)
             if count > 1:
                 linked += 1
-                is_better = partial(self._is_better_with, self.best.seen.choices, other.seen.choices, part)
+                is_better = partial(self._is_better_with, self.best.seen.choices, other.seen.choices, patch)
                 improving(count, is_better, _LINKS, _LINKED_IN_VAIN)
         self.scheduled = known if self.best in (None, *known) else [*known, self.best]
 
-    def _is_better_with(self, base: Ints, other: Ints, part: Ints, parts: set[int]) -> bool:
-        """Whether a program with some parts of another is the best so far."""
+    def _is_better_with(self, base: Ints, other: Ints, patch: Ints, some: set[int]) -> bool:
+        """Whether a program with some patches of another is the best so far."""
         before = self.best
         if not self.search.clock.late():
-            self._look(np.where(np.isin(part, [*parts]), other, base))
+            self._look(np.where(np.isin(patch, [*some]), other, base))
         return self.best is not before
 
     def _look_at_mixture(self, base: Seen, others: Sequence[Seen]) -> None:

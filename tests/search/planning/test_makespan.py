@@ -33,7 +33,6 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.device_subsets import ClusterPlanner, subclusters
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.makespan import MakespanSearch
-from hapsynth.search.planning.makespan.mixtures import unlike_parts
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.search_at_ratios import AdditiveSolution
 from hapsynth.search.planning.task import PlanningOptions, Task
@@ -43,6 +42,7 @@ from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.search.solver import Ints
+from hapsynth.search.solver.patches import patches
 
 TINY = {
     "product": lambda x, w: jnp.tanh(x @ w),
@@ -251,10 +251,10 @@ def test_two_programs_each_good_in_a_part_are_linked() -> None:
     best, linked = good.best.seen.choices, 0
     for _ in range(60):
         other = random_assignment(problem, best, rng, 6)
-        part, count = unlike_parts(given.search.choices, best, other)
+        patch, count = patches(given.search.choices.joined_variables, best != other)
         if count < 2:
             continue
-        halves = [np.where(mine, other, best) for mine in (part < count // 2, (part >= count // 2) & (part < count))]
+        halves = [np.where(mine, other, best) for mine in (patch < count // 2, (patch >= count // 2) & (patch < count))]
         search = MakespanSearch(given.search, ratios, halves[0])
         for choices in (halves[1], best):
             search._schedule(search._see(choices), *scheduled(given, choices))
