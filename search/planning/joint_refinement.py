@@ -146,17 +146,17 @@ class JointRefinement:
             else:
                 solved = self.search.cheapest(builder, limits, None, at_least=True, **how)
             known = max(known, solved.lower_bound)
-            if known >= enough or solved.choices is None:
+            if known >= enough or solved.assignment is None:
                 break
             memory = MemoryConstraints(builder, at_least=True)
-            limits = limits or self._exceeded(memory, solved.choices)
+            limits = limits or self._exceeded(memory, solved.assignment)
             if rounded and limits:
-                found = _Priced(per_byte, solved.lower_bound, _excess(memory, limits, solved.choices))
+                found = _Priced(per_byte, solved.lower_bound, _excess(memory, limits, solved.assignment))
                 if price is not None:
                     price.learn(found)
                 elif found.excess > 0:
                     price = _MemoryPrice(found)
-            finer = self._finer(builder, solved.choices, enough - known)
+            finer = self._finer(builder, solved.assignment, enough - known)
             if finer is None and (price is None or price.most() < known + _WORTH * (enough - known)):
                 break
             ranges = finer or ranges

@@ -463,11 +463,10 @@ class Planner:
         program found becomes the best."""
         search = self._search
         builder = search.builder(ratios.strictly())
-        solved = search.bounded(builder, best.choices, self._tolerance)
-        solution, enough = solved.solution, best.cost * (1 - _SETTLED / 2)
-        if solution.assignment is not None and solution.cost < enough:
-            candidate = search.maker.make(builder, solution)
+        solved, enough = search.bounded(builder, best.choices, self._tolerance), best.cost * (1 - _SETTLED / 2)
+        if solved.assignment is not None and solved.cost < enough:
+            candidate = search.maker.make(builder, solved)
             if candidate.memory <= self.limit and candidate.cost < enough:
                 search.note(candidate, solved)
-                return candidate, solution.lower_bound
-        return best, solution.lower_bound
+                return candidate, solved.lower_bound
+        return best, solved.lower_bound

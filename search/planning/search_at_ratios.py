@@ -35,28 +35,12 @@ _TIE = 1e-6
 """Of a second, in the units of what is held: what programs that hold the same are told apart by."""
 
 
-class AdditiveSolution(NamedTuple):
-    """The result of one additive problem. `solution`: an assignment, its cost, a lower bound on all, and the effort.
-    `messages`: of its dual; the dual of a similar problem may start from them."""
-
-    solution: Solution
-    messages: Messages
-
-    @property
-    def choices(self) -> Ints | None:
-        return self.solution.assignment
-
-    @property
-    def lower_bound(self) -> float:
-        return self.solution.lower_bound
-
-
 class FirstProgram(NamedTuple):
     """The first program that comes up at a builder's ratios, whether it fits or not."""
 
     builder: ProblemBuilder
     candidate: Candidate | None
-    solved: AdditiveSolution
+    solved: Solution
 
 
 class Found(NamedTuple):
@@ -113,7 +97,7 @@ class FixedRatioSearch:
         beneath: float = -np.inf,
         stage: str | None = None,
         despite_interrupt: bool = False,
-    ) -> AdditiveSolution:
+    ) -> Solution:
         """The least of an additive problem; KeyboardInterrupt where Ctrl-C was pressed before, unless it is solved
         `despite_interrupt`.
 
@@ -126,7 +110,7 @@ class FixedRatioSearch:
         if self.clock.interrupted and not despite_interrupt:
             raise KeyboardInterrupt
         began = time.perf_counter()
-        messages = dict(self.incumbent.messages if messages is None else messages) if warm else {}
+        messages = self.incumbent.messages if messages is None else messages
         cost = lambda inner: inner.cost if stage is None else self.incumbent.cost
         tell = lambda inner: self.tell(stage or inner.stage, cost(inner), inner.lower_bound, inner.expanded)
         limited: dict[str, Any] = {"max_nodes": _LIMITED_NODES} if problem.resources and not tied else {}
@@ -146,13 +130,17 @@ class FixedRatioSearch:
             options=self.task.options.solver,
             **limited,
         )
+        if tied:
+            self._tied_messages = solution.messages
+            # What it comes to is noted with those of all variables.
+            solution = replace(solution, messages=messages)
         self.clock.interrupted |= solution.interrupted
         effort = self.effort
         effort.solver_s += time.perf_counter() - began
         effort.expanded += solution.expanded
         effort.sweeps += solution.sweeps
         effort.states = max(effort.states, sum(u.size for u in problem.unary))
-        return AdditiveSolution(solution, messages)
+        return solution
 
     def cheapest(
         self,
@@ -164,7 +152,7 @@ class FixedRatioSearch:
         tolerance: float,
         seconds: Callable[[], float | None],
         **how: Any,
-    ) -> AdditiveSolution:
+    ) -> Solution:
         """The cheapest program as a builder has its costs, within `limits` of bytes at some ops, which are counted
         `at_least` or as is likely (`MemoryConstraints`).
 
@@ -188,7 +176,7 @@ class FixedRatioSearch:
         *,
         seconds: Callable[[], float | None],
         **how: Any,
-    ) -> AdditiveSolution:
+    ) -> Solution:
         """As `cheapest`, with a price per byte beyond each limit instead of limits, and with bytes counted
         `at_least`."""
         began = time.perf_counter()
@@ -198,7 +186,7 @@ class FixedRatioSearch:
         self.effort.problems_s += time.perf_counter() - began
         return solved
 
-    def bounded(self, builder: ProblemBuilder, begin: Ints | None, tolerance: float) -> AdditiveSolution:
+    def bounded(self, builder: ProblemBuilder, begin: Ints | None, tolerance: float) -> Solution:
         """The cheapest program that fits as a builder has its costs, and the least that any costs. `begin`: choices of
         the search's own."""
         own = builder.structure is self.choices
@@ -246,13 +234,13 @@ class FixedRatioSearch:
                 candidate, solved = self._candidate(builder, limits, begin, tolerance, certain=certain, above=above)
             if candidate is not None and candidate.memory > self.limit and candidate.cost >= cutoff:
                 # Making it fit could only raise its cost.
-                return Found(None, solved.solution, candidate.cost)
+                return Found(None, solved, candidate.cost)
             if candidate is None or candidate.memory <= self.limit or self.choices.sparing:
                 break
             self.note(candidate, solved)
             self.limits.update(dict.fromkeys(self.maker.full_ops(candidate), self.limit))
             if self.clock.late():
-                return Found(None, solved.solution)
+                return Found(None, solved)
             self._spare()
             known = begin = None
         first = candidate, solved
@@ -261,7 +249,7 @@ class FixedRatioSearch:
             # None in source order. But programs are not kept to that: an update may run before other gradients.
             limits = dict(self.limits)
             candidate, solved = self._fitting(builder, None, limits, tolerance, certain=certain, at_least=True)
-        return Found(candidate if self._fits(candidate) else None, solved.solution)
+        return Found(candidate if self._fits(candidate) else None, solved)
 
     def _fits(self, candidate: Candidate | None) -> bool:
         return candidate is not None and candidate.memory <= self.limit
@@ -269,13 +257,13 @@ class FixedRatioSearch:
     def _fitting(
         self,
         builder: ProblemBuilder,
-        first: tuple[Candidate | None, AdditiveSolution] | None,
+        first: tuple[Candidate | None, Solution] | None,
         limits: dict[int, float],
         tolerance: float,
         *,
         certain: bool,
         at_least: bool,
-    ) -> tuple[Candidate | None, AdditiveSolution]:
+    ) -> tuple[Candidate | None, Solution]:
         """A program that fits, found by tightening limits where one does not; else the last program, or none. `first`:
         the result within `limits`, if known. `at_least`: how bytes are counted, as in `MemoryConstraints`."""
         search = partial(self._candidate, builder, tolerance=tolerance, certain=certain, at_least=at_least)
@@ -302,7 +290,7 @@ class FixedRatioSearch:
             candidate, solved = search(limits, begin)
         return candidate, solved
 
-    def note(self, candidate: Candidate | None, solved: AdditiveSolution) -> None:
+    def note(self, candidate: Candidate | None, solved: Solution) -> None:
         """Offer a program to the incumbent, with the solution that it is from."""
         if candidate is not None:
             self.incumbent.offer(candidate, solved.messages)
@@ -325,20 +313,20 @@ class FixedRatioSearch:
         certain: bool = False,
         above: float = np.inf,
         at_least: bool = False,
-    ) -> tuple[Candidate | None, AdditiveSolution]:
+    ) -> tuple[Candidate | None, Solution]:
         """The best program within the counted limits, and the solution that it is from."""
         solved = self.cheapest(
             builder, limits, begin, at_least=at_least, tolerance=tolerance, seconds=self._share, tied=not certain
         )
-        best, solution = self.incumbent.best, solved.solution
-        if solution.assignment is None:
+        best = self.incumbent.best
+        if solved.assignment is None:
             return None, solved
-        known = best is not None and best.choices is not None and np.array_equal(best.choices, solution.assignment)
-        if best is not None and not limits and (known or solution.cost >= above):
+        known = best is not None and best.choices is not None and np.array_equal(best.choices, solved.assignment)
+        if best is not None and not limits and (known or solved.cost >= above):
             # Its sizes are the best already; where they are those of this search its bound holds for them.
-            return replace(best, bound=best.bound or bound_at(best.cost, solution)), solved
+            return replace(best, bound=best.bound or bound_at(best.cost, solved)), solved
         began = time.perf_counter()
-        candidate = self.maker.make(builder, solution)
+        candidate = self.maker.make(builder, solved)
         if limits:
             # What it counts is likely, not sure.
             candidate = replace(candidate, bound=None)
@@ -399,13 +387,13 @@ class FixedRatioSearch:
                 weights = (weights + limiting_weights(held, [0.0] * count)[0]) / 2
             lightest = _lightest(problem, weights)
             solved = self.solve(lightest, tolerance=_SHRINK_TOLERANCE, seconds=self.clock.allotted())
-            if solved.choices is None:
+            if solved.assignment is None:
                 return
-            candidate = replace(self.maker.make(builder, solved.solution, as_assumed=hopeless), bound=None)
+            candidate = replace(self.maker.make(builder, solved, as_assumed=hopeless), bound=None)
             self.note(candidate, solved)
             known = len(self.limits)
             self.limits.update(dict.fromkeys(self.maker.full_ops(candidate), self.limit))
-            choices = solved.choices[: len(self.choices.choices)]
+            choices = solved.assignment[: len(self.choices.choices)]
             repeated = any(np.array_equal(x, choices) for x in seen)
             if candidate.memory <= self.limit or self.clock.late():
                 return

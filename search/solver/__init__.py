@@ -4,9 +4,8 @@ The types are in `problem.py`, the pipeline in `solve.py`, what it weighs its st
 """
 
 from hapsynth.search.solver.options import SolverOptions
-from hapsynth.search.solver.problem import Edge, Ints, Problem, Progress, Resource, Solution, validate
+from hapsynth.search.solver.problem import Edge, Ints, Messages, Problem, Progress, Resource, Solution, validate
 from hapsynth.search.solver.solve import solve, solve_quotient
-from hapsynth.search.solver.warm_start import Messages
 
 __all__ = [
     "Edge",

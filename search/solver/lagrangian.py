@@ -16,10 +16,9 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from hapsynth.search.solver.options import DEFAULT, SolverOptions
 from hapsynth.search.solver.patches import patches
 from hapsynth.search.solver.primal_dual import PrimalDualSearch
-from hapsynth.search.solver.problem import Floats, Ints, Problem, padded_limits
+from hapsynth.search.solver.problem import Floats, Ints, Messages, Problem, padded_limits
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.symmetry import VariableSymmetry
-from hapsynth.search.solver.warm_start import Messages
 
 
 def priced(hunt: PrimalDualSearch, network: ReducedProblem) -> Floats:

@@ -24,12 +24,12 @@ from hapsynth.search.solver.astar import astar
 from hapsynth.search.solver.bucket_elimination import EliminationOrder, bucket_space, buckets
 from hapsynth.search.solver.local_polytope import cells, relax
 from hapsynth.search.solver.options import SolverOptions
-from hapsynth.search.solver.problem import Floats, Ints, Problem, Progress, Solution
+from hapsynth.search.solver.problem import Floats, Ints, Messages, Problem, Progress, Solution
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.search_space import Space, dual_space
 from hapsynth.search.solver.symmetry import spread_messages
 from hapsynth.search.solver.trws import Dual
-from hapsynth.search.solver.warm_start import Messages, recall, remember
+from hapsynth.search.solver.warm_start import recall, remember
 
 _FLOAT_SAFETY = 1e-12  # relative; the dual and the searches add a few thousand terms in float64
 _NODE_BYTES = 500  # of one in A*'s lists
@@ -89,7 +89,7 @@ class SolveContext:
             status = "infeasible" if bound == np.inf else "gap"
         else:
             status = "optimal" if cost - bound <= self.tolerance * abs(cost) + 1e-300 else "gap"
-        return Solution(hunt.best, cost, bound, self.expanded, self.sweeps, status)
+        return Solution(hunt.best, cost, bound, self.expanded, self.sweeps, status, messages=self.messages)
 
 
 def _dual(network: ReducedProblem, multipliers: Floats) -> Dual:

@@ -11,7 +11,7 @@ An edge sees its ends only through group indices, so a table is [groups_u, group
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -21,6 +21,8 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 Status: TypeAlias = Literal["optimal", "gap", "infeasible"]
+Messages: TypeAlias = dict[tuple[int, int], Floats]
+"""Of a dual: of the end at i of link (i, j), float64 [states of i in the problem], nan where none is known."""
 
 # A sum over limits and usages of 1e10 bytes rounds in the last bits; a limit met exactly must stay met.
 _LIMIT_SLACK = 1e-9
@@ -109,7 +111,7 @@ class Solution:
     lower_bound: no assignment within the limits costs less (inf if the problem is infeasible).
     expanded: nodes that A* expanded. sweeps: passes of the dual, forward and backward counted as one. status:
     "optimal" when cost - lower_bound <= tolerance * |cost|, "infeasible" when that is proved, else "gap".
-    interrupted: by Ctrl-C.
+    interrupted: by Ctrl-C. messages: what the dual came to; that of a similar problem may begin from them.
     """
 
     assignment: Ints | None
@@ -119,6 +121,7 @@ class Solution:
     sweeps: int
     status: Status
     interrupted: bool = False
+    messages: Messages = field(default_factory=dict[tuple[int, int], Floats])
 
 
 @dataclass(frozen=True)

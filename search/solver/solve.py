@@ -14,10 +14,18 @@ import numpy.typing as npt
 from hapsynth.search.solver.lagrangian import priced
 from hapsynth.search.solver.options import DEFAULT, SolverOptions
 from hapsynth.search.solver.primal_dual import PrimalDualSearch, SolveContext
-from hapsynth.search.solver.problem import Floats, Ints, Problem, Progress, Solution, padded_limits, validate
+from hapsynth.search.solver.problem import (
+    Floats,
+    Ints,
+    Messages,
+    Problem,
+    Progress,
+    Solution,
+    padded_limits,
+    validate,
+)
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.symmetry import VariableSymmetry
-from hapsynth.search.solver.warm_start import Messages
 
 Assignment = npt.NDArray[np.integer] | Sequence[int]
 
@@ -48,14 +56,13 @@ def solve(
     max_nodes: how many search nodes to expand in all, besides the one per variable that leads straight to an end.
     memory_bytes: about what tables and search nodes may take in all; where that is too little the best so far is
     returned with its gap. Ctrl-C returns it too; KeyboardInterrupt is raised if there is none.
-    messages: what the dual of a problem with the same variables and states came to, to begin from; replaced by what
-    this one's comes to. None: from that of alike variables as one, which costs some sweeps; it is what is done with
-    many states and no messages too.
+    messages: `Solution.messages` of a problem with the same variables and states, to begin the dual from. None: from
+    that of alike variables as one, which costs some sweeps; of many states it begins so where there are none, too.
     options: how it goes about it.
     Raises ValueError for a malformed problem or start. Deterministic, unless the time budget ends it.
     """
     validate(problem)
-    tie, messages = messages is None, {} if messages is None else messages
+    tie, messages = messages is None, dict(messages or {})
     tolerance = max(tolerance, _LEAST_TOLERANCE)
     run = SolveContext(
         problem, tolerance, enough, beneath, time_budget_s, progress, max_nodes, memory_bytes, messages, tie, options
@@ -85,14 +92,14 @@ def solve_quotient(
         nodes = {"max_nodes": options.quotient_nodes} if problem.resources else {}
         return solve(problem, start=start, messages=messages, options=options, **nodes, **how)
     begin = None if start is None else ties.lower(np.asarray(start, dtype=np.int64))
-    known = ties.lower_messages(messages or {})
+    messages = messages or {}
+    known = ties.lower_messages(messages)
     found = solve(ties.tied, start=begin, messages=known, max_nodes=options.quotient_nodes, options=options, **how)
-    if messages is not None:
-        messages.update(ties.lift_messages(known))
+    found = replace(found, lower_bound=-np.inf, status="gap", messages=messages | ties.lift_messages(found.messages))
     if found.assignment is None:
-        return replace(found, lower_bound=-np.inf, status="gap")
+        return found
     assignment = ties.lift(found.assignment)
-    return replace(found, assignment=assignment, cost=problem.cost(assignment), lower_bound=-np.inf, status="gap")
+    return replace(found, assignment=assignment, cost=problem.cost(assignment))
 
 
 def _run(hunt: PrimalDualSearch, starts: Sequence[Ints]) -> None:

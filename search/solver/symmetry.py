@@ -18,10 +18,10 @@ from itertools import pairwise
 import numpy as np
 
 from hapsynth.search.solver.options import DEFAULT, SolverOptions
-from hapsynth.search.solver.problem import Edge, Floats, Ints, Problem, Resource
+from hapsynth.search.solver.problem import Edge, Floats, Ints, Messages, Problem, Resource
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.trws import Dual
-from hapsynth.search.solver.warm_start import Messages, begin
+from hapsynth.search.solver.warm_start import begin
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,11 +7,8 @@ never whether it holds.
 import numpy as np
 
 from hapsynth.search.solver.interning import least_by_group
-from hapsynth.search.solver.problem import Floats
+from hapsynth.search.solver.problem import Floats, Messages
 from hapsynth.search.solver.reduction import ReducedProblem
-
-Messages = dict[tuple[int, int], Floats]
-"""Of the end at i of link (i, j): float64 [states of i in the problem], nan where none is known."""
 
 
 def remember(messages: Messages, network: ReducedProblem, sizes: list[int]) -> None:

@@ -37,14 +37,14 @@ from hapsynth.search.planning.makespan.branches import Branch, Seen, unlike_uses
 from hapsynth.search.planning.makespan.clocks import first_devices, kinds_of_groups, least_seconds, resources
 from hapsynth.search.planning.makespan.mixtures import mixture
 from hapsynth.search.planning.master_problem import limiting_weights, nearest_weights
-from hapsynth.search.planning.search_at_ratios import AdditiveSolution, FixedRatioSearch
+from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.scheduling.critical_path import Step, critical_path
 from hapsynth.search.scheduling.group_testing import improving
 from hapsynth.search.scheduling.list_schedule import ordered, schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import Timeline
 from hapsynth.search.sizing.ratios import Ratios
-from hapsynth.search.solver import Ints
+from hapsynth.search.solver import Ints, Solution
 from hapsynth.search.solver.patches import patches
 
 _MORE_ROUNDS = 4
@@ -382,7 +382,7 @@ class MakespanSearch:
         at.rose = solved.lower_bound > at.bound
         if at.rose:
             at.bound, at.weights = solved.lower_bound, weights
-        is_new = solved.choices is not None and self._look(solved.choices[: len(self.structure.choices)])
+        is_new = solved.assignment is not None and self._look(solved.assignment[: len(self.structure.choices)])
         at.in_vain = 0 if at.rose or is_new else at.in_vain + 1
 
     def _cheapest(
@@ -393,7 +393,7 @@ class MakespanSearch:
         beneath: float = -np.inf,
         *,
         last: bool = False,
-    ) -> AdditiveSolution:
+    ) -> Solution:
         search = self.search
         return search.cheapest(
             WeightedBuilder(costs, chains, weights, self._at.allowed),

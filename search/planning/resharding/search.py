@@ -65,7 +65,7 @@ class Resharding:
             )
             for ratios in (ways.ratios(), ways.ratios().strictly()):
                 builder = ways.builder(choices, ratios)
-                solution = search.bounded(builder, None, self.tolerance).solution
+                solution = search.bounded(builder, None, self.tolerance)
                 bound = max(bound, solution.lower_bound)
                 if best.cost - bound <= max(SETTLED, self.tolerance) * best.cost or search.clock.late():
                     return best, bound

@@ -34,14 +34,13 @@ from hapsynth.search.planning.device_subsets import ClusterPlanner, subclusters
 from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.makespan import MakespanSearch
 from hapsynth.search.planning.planner import Planner
-from hapsynth.search.planning.search_at_ratios import AdditiveSolution
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress, Result
 from hapsynth.search.scheduling.list_schedule import least_makespan, schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
 from hapsynth.search.scheduling.timeline import simulate
 from hapsynth.search.sizing.sizer import Sizer
-from hapsynth.search.solver import Ints
+from hapsynth.search.solver import Ints, Solution
 from hapsynth.search.solver.patches import patches
 
 TINY = {
@@ -131,7 +130,7 @@ def test_a_bound_is_certified_whatever_ways_conversions_go(interrupted: bool, mo
     """By each branch, or where there is no time by all programs at once, also after an interruption; the search is left
     as it was."""
 
-    def press(*_: Any, **__: Any) -> AdditiveSolution:
+    def press(*_: Any, **__: Any) -> Solution:
         raise KeyboardInterrupt
 
     given = tiny("two uses", 1e8, 1.5)
@@ -211,9 +210,8 @@ def test_a_branch_without_programs_goes_on(monkeypatch: pytest.MonkeyPatch) -> N
     search._at = search.branches[1]
     cheapest = MakespanSearch._cheapest
 
-    def none(*args: Any, **how: Any) -> AdditiveSolution:
-        solved = cheapest(*args, **how)
-        return solved._replace(solution=replace(solved.solution, assignment=None))
+    def none(*args: Any, **how: Any) -> Solution:
+        return replace(cheapest(*args, **how), assignment=None)
 
     monkeypatch.setattr(MakespanSearch, "_cheapest", none)
     search.run(2)

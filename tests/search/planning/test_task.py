@@ -80,11 +80,11 @@ def test_an_additive_problem_comes_to_a_choice_its_cost_and_a_bound(graph: Graph
     ratios = task.ratios(*task.starts()[0])
     solved = search.cheapest(search.builder(ratios), {}, None, at_least=False, tolerance=1e-9, seconds=clock.allotted)
     problem = search.builder(ratios).problem()
-    assert solved.choices is not None
-    assert problem.cost(solved.choices) == solved.solution.cost
-    assert 0 < solved.lower_bound <= solved.solution.cost
-    assert solved.solution.cost - solved.lower_bound <= 1e-9 * solved.solution.cost
-    assert (effort.sweeps, effort.expanded) == (solved.solution.sweeps, solved.solution.expanded)
+    assert solved.assignment is not None
+    assert problem.cost(solved.assignment) == solved.cost
+    assert 0 < solved.lower_bound <= solved.cost
+    assert solved.cost - solved.lower_bound <= 1e-9 * solved.cost
+    assert (effort.sweeps, effort.expanded) == (solved.sweeps, solved.expanded)
     assert effort.states == sum(u.size for u in problem.unary)
     assert 0 < effort.solver_s <= effort.problems_s
     assert search.incumbent.best is None, "only `best` makes programs"
@@ -92,7 +92,7 @@ def test_an_additive_problem_comes_to_a_choice_its_cost_and_a_bound(graph: Graph
     assert found.candidate is not None
     assert search.incumbent.best is found.candidate
     # At sizes of its own a program is no dearer than at those that were assumed.
-    assert found.candidate.cost <= solved.solution.cost * (1 + 1e-9)
+    assert found.candidate.cost <= solved.cost * (1 + 1e-9)
 
 
 def test_a_planner_goes_about_problems_as_its_options_say(graph: Graph) -> None:

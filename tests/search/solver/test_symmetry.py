@@ -11,7 +11,7 @@ import pytest
 from milp import optimum
 from pairwise_problems import TrainingLike, brute_force, knotted_problem, random_problem
 
-from hapsynth.search.solver import Edge, Messages, Problem, Progress, Resource
+from hapsynth.search.solver import Edge, Problem, Progress, Resource
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.solve import solve, solve_quotient
 from hapsynth.search.solver.symmetry import VariableSymmetry, spread_messages
@@ -165,8 +165,8 @@ def test_ties_never_prove_too_much():
 
 def test_messages_are_kept_by_first_members():
     problem = shared(TrainingLike(layers=12).problem())
-    messages: Messages = {}
-    first = solve_quotient(problem, messages=messages)
+    first = solve_quotient(problem)
+    messages = first.messages
     ties = VariableSymmetry.of(problem)
     assert messages
     assert ties is not None
