@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -131,20 +131,21 @@ class JointRefinement:
             if clock.late() or clock.interrupted or sum(map(len, choices.choices)) > _MOST_STATES:
                 break
             builder = RangeBuilder(choices, self.costs, ranges)
-            how: dict[str, Any] = {
-                "tolerance": max(_TOLERANCE * (1 - known / enough), 1e-6),
-                "seconds": clock.allotted,
-                "warm": False,
-                # A little more, as the solver states its bounds less what rounding may have added.
-                "enough": enough * (1 + _SAFETY),
-                "stage": "joint bound",
-            }
             per_byte = 0.0 if price is None else price.next(enough)
             rounded = bool(ranges.nodes) and not self.costs.room.exact
-            if rounded:
-                solved = self.search.at_price(builder, limits, per_byte, **how)
-            else:
-                solved = self.search.cheapest(builder, limits, None, at_least=True, **how)
+            solved = self.search.cheapest(
+                builder,
+                limits,
+                None,
+                at_least=True,
+                per_byte=per_byte if rounded else None,
+                tolerance=max(_TOLERANCE * (1 - known / enough), 1e-6),
+                seconds=clock.allotted,
+                warm=False,
+                # A little more, as the solver states its bounds less what rounding may have added.
+                enough=enough * (1 + _SAFETY),
+                stage="joint bound",
+            )
             known = max(known, solved.lower_bound)
             if known >= enough or solved.assignment is None:
                 break

@@ -151,38 +151,26 @@ class FixedRatioSearch:
         at_least: bool,
         tolerance: float,
         seconds: Callable[[], float | None],
+        per_byte: float | None = None,
         **how: Any,
     ) -> Solution:
         """The cheapest program as a builder has its costs, within `limits` of bytes at some ops, which are counted
         `at_least` or as is likely (`MemoryConstraints`).
 
-        `begin`: choices to begin from. `seconds`: that solving may take, once the problem is built. `how`: as in
-        `solve`.
+        `begin`: choices to begin from; None: everything replicated. `seconds`: that solving may take, once the problem
+        is built. `per_byte`: what each byte beyond a limit costs, in place of limits; the search begins from nothing
+        then. `how`: as in `solve`.
         """
         began = time.perf_counter()
         constraints = MemoryConstraints(builder, at_least=at_least)
-        problem = constraints.problem(limits)
+        problem = constraints.problem(limits) if per_byte is None else constraints.priced(limits, per_byte)
         self.clock.built(began)
-        start = constraints.extended(problem, np.array(builder.structure.replicated()) if begin is None else begin)
+        start: Ints | None = None
+        if per_byte is None:
+            start = constraints.extended(problem, np.array(builder.structure.replicated()) if begin is None else begin)
+        else:
+            how["max_nodes"] = _LIMITED_NODES
         solved = self.solve(problem, start=start, tolerance=tolerance, seconds=seconds(), **how)
-        self.effort.problems_s += time.perf_counter() - began
-        return solved
-
-    def at_price(
-        self,
-        builder: ProblemBuilder,
-        limits: Mapping[int, float],
-        per_byte: float,
-        *,
-        seconds: Callable[[], float | None],
-        **how: Any,
-    ) -> Solution:
-        """As `cheapest`, with a price per byte beyond each limit instead of limits, and with bytes counted
-        `at_least`."""
-        began = time.perf_counter()
-        problem = MemoryConstraints(builder, at_least=True).priced(limits, per_byte)
-        self.clock.built(began)
-        solved = self.solve(problem, seconds=seconds(), max_nodes=_LIMITED_NODES, **how)
         self.effort.problems_s += time.perf_counter() - began
         return solved
 
