@@ -4,7 +4,7 @@ The types are in `problem.py`, the pipeline in `solve.py`, what it weighs its st
 """
 
 from hapsynth.search.solver.options import SolverOptions
-from hapsynth.search.solver.problem import Edge, Ints, Messages, Problem, Progress, Resource, Solution, validate
+from hapsynth.search.solver.problem import Edge, Ints, Messages, Problem, Resource, Solution, SolverProgress, validate
 from hapsynth.search.solver.solve import solve, solve_quotient
 
 __all__ = [
@@ -12,10 +12,10 @@ __all__ = [
     "Ints",
     "Messages",
     "Problem",
-    "Progress",
     "Resource",
     "Solution",
     "SolverOptions",
+    "SolverProgress",
     "solve",
     "solve_quotient",
     "validate",

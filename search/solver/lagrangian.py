@@ -46,7 +46,7 @@ def priced(hunt: PrimalDualSearch, network: ReducedProblem) -> Floats:
         seen.append(found)
         if ties is None:
             _mix(hunt, network, seen[-options.mixed :], multipliers)
-        run.report("price", hunt, network)
+        run.report("price", hunt)
         ceiling, trial = _next_prices(problem, limits, seen, multipliers)
         if ceiling - best <= 2 * options.price_tolerance * abs(best):
             break

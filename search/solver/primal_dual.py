@@ -24,7 +24,7 @@ from hapsynth.search.solver.astar import astar
 from hapsynth.search.solver.bucket_elimination import EliminationOrder, bucket_space, buckets
 from hapsynth.search.solver.local_polytope import cells, relax
 from hapsynth.search.solver.options import SolverOptions
-from hapsynth.search.solver.problem import Floats, Ints, Messages, Problem, Progress, Solution
+from hapsynth.search.solver.problem import Floats, Ints, Messages, Problem, Solution, SolverProgress
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.search_space import Space, dual_space
 from hapsynth.search.solver.symmetry import spread_messages
@@ -46,7 +46,7 @@ class SolveContext:
     enough: float
     beneath: float
     time_budget_s: float | None
-    progress: Callable[[Progress], None] | None
+    progress: Callable[[SolverProgress], None] | None
     max_nodes: int
     memory_bytes: int
     messages: Messages
@@ -72,13 +72,11 @@ class SolveContext:
         """Whether the tables of a network and of its copies, which share them, take all the memory that there is."""
         return network.tables.nbytes > self.memory_bytes
 
-    def report(self, stage: str, hunt: "PrimalDualSearch", network: ReducedProblem) -> None:
+    def report(self, stage: str, hunt: "PrimalDualSearch") -> None:
         if self.progress is not None:
             while hunt.main is not None:
                 hunt = hunt.main
-            seconds = time.monotonic() - self.began
-            size = (len(network.active()), network.size())
-            self.progress(Progress(stage, seconds, hunt.cost, hunt.lower_bound, *size, self.sweeps, self.expanded))
+            self.progress(SolverProgress(stage, hunt.cost, hunt.lower_bound, self.expanded))
 
     def solution(self, hunt: "PrimalDualSearch") -> Solution:
         cost, bound = hunt.cost, hunt.lower_bound
@@ -271,7 +269,7 @@ class PrimalDualSearch:
         self.run.expanded += found.expanded
         if found.chosen is not None:
             self.offer(network.lift(found.chosen))
-        self.run.report("astar", self, network)
+        self.run.report("astar", self)
         return found.lower_bound
 
     def _dual_ascent(
@@ -311,7 +309,7 @@ class PrimalDualSearch:
                     self.proved(self._astar(network, space, value + 2 * slack, nodes, slack))
                 self.offer(assignment, value)
             proved = self.proved(bound)
-            self.run.report("dual", self, network)
+            self.run.report("dual", self)
             if proved or self.run.late() or dual.sweeps >= min(max(30, len(dual.nodes)), options.most_sweeps):
                 return "proof" if proved else "end"
             if dual.sweeps % (2 * options.sweeps) == 0:

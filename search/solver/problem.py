@@ -124,25 +124,14 @@ class Solution:
     messages: Messages = field(default_factory=dict[tuple[int, int], Floats])
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What `solve` tells its caller now and then. seconds: since the call; variables, states: what is left."""
+class SolverProgress(NamedTuple):
+    """What `solve` tells its caller now and then: at which stage it is, what the best assignment costs, the bound on
+    all, and the nodes expanded so far."""
 
     stage: str
-    seconds: float
     cost: float
     lower_bound: float
-    variables: int
-    states: int
-    sweeps: int
     expanded: int
-
-    @property
-    def gap(self) -> float:
-        """(cost - lower_bound) / |cost|; inf while one of them is unknown."""
-        if not (math.isfinite(self.cost) and math.isfinite(self.lower_bound)):
-            return math.inf
-        return (self.cost - self.lower_bound) / abs(self.cost) if self.cost else 0.0
 
 
 def padded_limits(problem: Problem) -> Floats:

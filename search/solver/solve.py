@@ -19,8 +19,8 @@ from hapsynth.search.solver.problem import (
     Ints,
     Messages,
     Problem,
-    Progress,
     Solution,
+    SolverProgress,
     padded_limits,
     validate,
 )
@@ -40,7 +40,7 @@ def solve(
     enough: float = np.inf,
     beneath: float = -np.inf,
     time_budget_s: float | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[SolverProgress], None] | None = None,
     max_nodes: int = 500_000,
     memory_bytes: int = 2**31,
     messages: Messages | None = None,

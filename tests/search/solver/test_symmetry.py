@@ -11,7 +11,7 @@ import pytest
 from milp import optimum
 from pairwise_problems import TrainingLike, brute_force, knotted_problem, random_problem
 
-from hapsynth.search.solver import Edge, Problem, Progress, Resource
+from hapsynth.search.solver import Edge, Problem, Resource, SolverProgress
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.solve import solve, solve_quotient
 from hapsynth.search.solver.symmetry import VariableSymmetry, spread_messages
@@ -92,7 +92,7 @@ def test_within_limits_alike_layers_are_priced_as_one_and_treated_unlike_where_t
     limited = replace(free, resources=(Resource(usage, least + room * (most - least), "all"),))
     ties = VariableSymmetry.of(limited)
     assert ties is not None
-    told: list[Progress] = []
+    told: list[SolverProgress] = []
     found = solve(limited, progress=told.append)
     assert all(p.lower_bound <= found.cost * (1 + 1e-9) and p.cost >= found.cost for p in told)
     assert (found.status, found.cost) == ("optimal", pytest.approx(optimum(limited).cost, rel=1e-5))
