@@ -43,17 +43,17 @@ from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.instructions.rules.factor_table import cut_nodes
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.cost.program_cost import by_cheapest_steps, program_cost, without_unread
+from hapsynth.search.cost.program_cost import program_cost, without_unread
 from hapsynth.search.formulation.choice_space import Allowed, ChoiceSpace, Interned, Restriction
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
-from hapsynth.search.memory.profile import held_by, peak
-from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
+from hapsynth.search.memory.profile import held_by
+from hapsynth.search.planning.fitting_schedule import scheduled_steps, shortest_fitting, timed
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
 from hapsynth.search.scheduling.list_schedule import ordered, schedule
 from hapsynth.search.scheduling.tasks import TaskGraph, tasks_of
-from hapsynth.search.scheduling.timeline import Timeline, step_seconds
+from hapsynth.search.scheduling.timeline import Timeline
 from hapsynth.search.sizing.ratios import Ratios, proportional
 from hapsynth.search.sizing.sizer import Sizer
 from hapsynth.search.solver import Ints, solve
@@ -184,36 +184,20 @@ class Baselines:
 
     def overlapped(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
         """A baseline in the order found that takes the least with its collectives beside computing, of those in which
-        it fits: by the steps that it has, or those that go together, without a gather that nothing reads before it is
-        made again. `tasks`: its own, where they are known."""
-        plain = without_unread(baseline.program, self.graph)
-        if plain is not baseline.program:
-            baseline, tasks = replace(baseline, program=plain, fits=self._fits(plain, baseline.sizes)), None
-        found = self._scheduled(baseline, tasks)
-        together = by_cheapest_steps(plain, baseline.sizes, self.costs, bundled=True)
-        if together is plain:
-            return found
-        other = replace(baseline, program=together, fits=self._fits(together, baseline.sizes))
-        return min(found, self._scheduled(other), key=lambda b: (not b.fits, b.cost_s))
+        it fits, if there are any: by the steps that it has, or those that go together, without a gather that nothing
+        reads before it is made again. `tasks`: its own, where they are known."""
+        plain, sizes, costs = without_unread(baseline.program, self.graph), baseline.sizes, self.costs
 
-    def _scheduled(self, baseline: Baseline, tasks: TaskGraph | None = None) -> Baseline:
-        timeline = schedule(tasks or tasks_of(baseline.program, baseline.sizes, self.costs, dominated=False))
-        found = self._in_order_of(timeline, baseline)
-        if found.fits or not baseline.fits:
-            return found
-        less = schedules_holding_less(baseline.program, baseline.sizes, self.costs)
-        program = next((p for p in less if self._fits(p, baseline.sizes)), baseline.program)
-        cost = step_seconds(program, baseline.sizes, self.costs, overlap=True)
-        return replace(found, program=program, cost_s=cost, fits=True)
+        def scheduled(program: Program) -> Timeline:
+            own = tasks if program is baseline.program else None
+            return schedule(own or tasks_of(program, sizes, costs, dominated=False))
 
-    def _in_order_of(self, timeline: Timeline, baseline: Baseline) -> Baseline:
-        program = ordered(baseline.program, timeline)
-        fits = self._fits(program, baseline.sizes)
-        cost = step_seconds(program, baseline.sizes, self.costs, overlap=True)
-        return replace(baseline, program=program, cost_s=cost, fits=fits, overlap=True)
-
-    def _fits(self, program: Program, sizes: Sizes) -> bool:
-        return peak(program, sizes, self.costs) <= self.limit
+        ways = scheduled_steps(plain, sizes, costs, scheduled)
+        fitting = shortest_fitting(plain, sizes, costs, ways)
+        every = [fitting.timed] if fitting else [timed(ordered(*way), sizes, costs) for way in ways]
+        found = min(every, key=lambda each: each.timeline.makespan_s)
+        cost, fits = found.timeline.makespan_s, fitting is not None
+        return replace(baseline, program=found.program, cost_s=cost, fits=fits, overlap=True)
 
     @property
     def speed(self) -> Floats:

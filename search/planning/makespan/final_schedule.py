@@ -7,7 +7,6 @@ steps that go together too, and in orders that hold less where they do not fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from math import isclose
 from typing import NamedTuple
 
@@ -15,16 +14,21 @@ import numpy as np
 
 from hapsynth.instructions.program.program import Program
 from hapsynth.instructions.program.sizes import Sizes
-from hapsynth.search.cost.program_cost import by_cheapest_steps
-from hapsynth.search.memory.profile import MemoryProfile
+from hapsynth.search.cost.model import CostModel
 from hapsynth.search.planning.candidate import Candidate
+from hapsynth.search.planning.fitting_schedule import (
+    ScheduledSteps,
+    TimedProgram,
+    scheduled_steps,
+    shortest_fitting,
+    timed,
+)
 from hapsynth.search.planning.makespan.clocks import clocks
 from hapsynth.search.planning.makespan.search import MakespanSearch, Scheduled
-from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.scheduling.list_schedule import improved, iterated, ordered
 from hapsynth.search.scheduling.tasks import tasks_of
-from hapsynth.search.scheduling.timeline import Timeline, program_timeline
+from hapsynth.search.scheduling.timeline import Timeline
 
 _TRIED, _NEARLY, MOST_GAINED = 8, 1.01, 1.25
 """Programs that are scheduled again, or more until one fits, and how many times as long as the best their quick
@@ -45,12 +49,10 @@ class Overlapped(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """A program that was scheduled again. `steps`: it or the same by the steps that go together; `timeline`: of these,
-    from which its order is; None where that is another."""
+    """A program that was scheduled again. `steps`: those from whose timeline its order is; None where it is another."""
 
     known: Scheduled
-    steps: Program
-    timeline: Timeline | None
+    steps: ScheduledSteps | None
     overlapped: Overlapped
 
     @property
@@ -109,9 +111,9 @@ def best_within_limit(found: MakespanSearch, begun: Sequence[Scheduled]) -> list
         if not (fitting and search.clock.late()) and not is_tried(known) and known.makespan_s < least * MOST_GAINED:
             fit(known)
     best = min(fitting, key=lambda each: each.makespan_s, default=None)
-    if best and best.timeline and not search.clock.late():
-        shorter = iterated(best.timeline, search.clock.late)
-        overlapped = _timed(ordered(best.steps, shorter), best.known.candidate.sizes, search)
+    if best and best.steps and not search.clock.late():
+        shorter = iterated(best.steps.timeline, search.clock.late)
+        overlapped = _timed(ordered(best.steps.program, shorter), best.known.candidate.sizes, search)
         if overlapped is not None:
             fitting.append(best._replace(overlapped=overlapped))
     return fitting
@@ -121,31 +123,21 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Tried | None:
     """A program in an order in which it fits, by the steps that it has or those that go together; None where there is
     none. Where time has run out it is the order that it has, or the best until then."""
     candidate, costs, late = known.candidate, search.task.costs, search.clock.late
-    timed = partial(_timed, sizes=candidate.sizes, search=search)
+    given = candidate.program, candidate.sizes, costs
     again = lambda program: improved(tasks_of(program, candidate.sizes, costs, dominated=False), late)
-    ways = [(candidate.program, known.timeline if late() else again(candidate.program))]
-    if not late():
-        together = by_cheapest_steps(candidate.program, candidate.sizes, costs, bundled=True)
-        if together is not candidate.program:
-            ways.append((together, again(together)))
-    fitting = [
-        Tried(known, steps, timeline, overlapped)
-        for steps, timeline in ways
-        if (overlapped := timed(ordered(steps, timeline))) is not None
-    ]
-    if fitting or candidate.memory > search.limit:
-        return min(fitting, key=lambda each: each.makespan_s, default=None)
-    less = schedules_holding_less(candidate.program, candidate.sizes, costs, late)
-    overlapped = next(filter(None, map(timed, less)), None) or timed(candidate.program)
-    return overlapped and Tried(known, candidate.program, None, overlapped)
+    ways = [ScheduledSteps(candidate.program, known.timeline)] if late() else scheduled_steps(*given, again, late)
+    found = shortest_fitting(*given, ways, late)
+    return found and Tried(known, found.steps, _overlapped(found.timed, candidate.sizes, costs))
 
 
 def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, *, runs_on: bool = True) -> Overlapped | None:
     """A program in its own order; None where it holds too much. `runs_on`: with what collectives hold while others are
     computed."""
-    costs = search.task.costs
-    timeline = program_timeline(program, sizes, costs)
-    memory = MemoryProfile(program, sizes.classes, costs, timeline.under_way if runs_on else {})
-    if memory.peak(sizes) > search.limit:
-        return None
-    return Overlapped(program, sizes, timeline, memory.peaks(sizes), 0.0, clocks(timeline, costs))
+    found = timed(program, sizes, search.task.costs, runs_on=runs_on)
+    fits = found.memory.peak(sizes) <= search.limit
+    return _overlapped(found, sizes, search.task.costs) if fits else None
+
+
+def _overlapped(found: TimedProgram, sizes: Sizes, costs: CostModel) -> Overlapped:
+    memory_bytes = found.memory.peaks(sizes)
+    return Overlapped(found.program, sizes, found.timeline, memory_bytes, 0.0, clocks(found.timeline, costs))

@@ -11,16 +11,20 @@ import jax
 import numpy as np
 import pytest
 from example_models import example
+from sized_steps import three_layers
 from slow_devices import SPEEDS, thin_cluster
 
 import hapsynth
 from hapsynth.cluster.memory_budget import MemoryBudget
+from hapsynth.graph.trace import trace
 from hapsynth.instructions.program.checker import check
 from hapsynth.instructions.program.program import Compute, Convert, Program
 from hapsynth.search.analysis.lifetimes import Tensor
 from hapsynth.search.memory.profile import MemoryProfile, peak
+from hapsynth.search.planning.baselines import Baseline, Baselines
 from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
-from hapsynth.search.scheduling.timeline import Timeline, simulate, step_seconds
+from hapsynth.search.planning.task import Task
+from hapsynth.search.scheduling.timeline import Timeline, program_timeline, simulate, step_seconds
 
 
 def forward(ws: list[jax.Array], x: jax.Array) -> jax.Array:
@@ -141,6 +145,26 @@ def test_gathers_wait_where_memory_is_short() -> None:
     assert max(limited.memory) <= limit
     assert limited.memory[0] == peak(limited.program, limited.sizes, limited.cost_model())
     assert plan.cost <= limited.cost <= seconds(planned(memory_limit=limit))
+
+
+def test_a_baseline_fits_beside_what_its_collectives_hold_meanwhile() -> None:
+    """An order that fits but for what is gathered while devices compute was said to fit."""
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)
+    weights = {"a": struct(256, 256), "b": struct(256, 256), "c": struct(256, 7)}
+    task = Task(trace(three_layers, (weights, struct(64, 256))).graph, thin_cluster(SPEEDS["two"], bandwidth=1e8))
+
+    def zero3(limit: float | None = None) -> tuple[Baseline, float]:
+        """With overlap, and the bytes that it holds."""
+        baselines = Baselines(task.on(task.cluster, memory_limit=limit, exact=True))
+        found = baselines.overlapped(baselines.all(["zero3"])["zero3"])
+        under_way = program_timeline(found.program, found.sizes, found.costs).under_way
+        return found, MemoryProfile(found.program, found.sizes.classes, found.costs, under_way).peak(found.sizes)
+
+    _, most = zero3()
+    for part in (0.94, 0.9):
+        found, held = zero3(part * most)
+        assert found.fits
+        assert held <= part * most
 
 
 @pytest.mark.few(0)

@@ -1,0 +1,87 @@
+"""The order in which a program takes the least time with its collectives beside what is computed, of those in which it
+fits: by the steps that it has or by those that go together, else in an order that holds less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from hapsynth.instructions.program.program import Program
+from hapsynth.instructions.program.sizes import Sizes
+from hapsynth.search.cost.model import CostModel
+from hapsynth.search.cost.program_cost import by_cheapest_steps
+from hapsynth.search.memory.profile import MemoryProfile, peak
+from hapsynth.search.planning.memory_bound_schedules import schedules_holding_less
+from hapsynth.search.scheduling.list_schedule import ordered
+from hapsynth.search.scheduling.timeline import Timeline, never, program_timeline
+
+
+class ScheduledSteps(NamedTuple):
+    """The steps of a program, and a timeline of them, the order of which it may take."""
+
+    program: Program
+    timeline: Timeline
+
+
+class TimedProgram(NamedTuple):
+    """A program in its order, its timeline, and what it holds."""
+
+    program: Program
+    timeline: Timeline
+    memory: MemoryProfile
+
+
+class FittingSchedule(NamedTuple):
+    """A program in an order in which it fits, and the steps from whose timeline the order is; None where it is from
+    another."""
+
+    timed: TimedProgram
+    steps: ScheduledSteps | None
+
+
+def timed(program: Program, sizes: Sizes, costs: CostModel, *, runs_on: bool = True) -> TimedProgram:
+    """A program in its own order. `runs_on`: with what collectives hold while others are computed."""
+    timeline = program_timeline(program, sizes, costs)
+    return TimedProgram(
+        program, timeline, MemoryProfile(program, sizes.classes, costs, timeline.under_way if runs_on else {})
+    )
+
+
+def scheduled_steps(
+    program: Program,
+    sizes: Sizes,
+    costs: CostModel,
+    scheduled: Callable[[Program], Timeline],
+    late: Callable[[], bool] = never,
+) -> list[ScheduledSteps]:
+    """A program, and the same by the steps that go together, where these are others and it is not `late`, as they are
+    `scheduled`."""
+    found = [ScheduledSteps(program, scheduled(program))]
+    if not late():
+        together = by_cheapest_steps(program, sizes, costs, bundled=True)
+        if together is not program:
+            found.append(ScheduledSteps(together, scheduled(together)))
+    return found
+
+
+def shortest_fitting(
+    program: Program,
+    sizes: Sizes,
+    costs: CostModel,
+    ways: Sequence[ScheduledSteps],
+    late: Callable[[], bool] = never,
+) -> FittingSchedule | None:
+    """A program in the order of the shortest of some `ways`, its `scheduled_steps`, in which it fits beside what is
+    sent meanwhile; where there is none in an order that holds less, its own at last; None where it fits in none."""
+    limit = costs.room.limit
+
+    def fitting(program: Program) -> TimedProgram | None:
+        found = timed(program, sizes, costs)
+        return found if found.memory.peak(sizes) <= limit else None
+
+    found = [FittingSchedule(known, way) for way in ways if (known := fitting(ordered(*way)))]
+    if found or peak(program, sizes, costs) > limit:
+        return min(found, key=lambda each: each.timed.timeline.makespan_s, default=None)
+    less = schedules_holding_less(program, sizes, costs, late)
+    known = next(filter(None, map(fitting, less)), None) or fitting(program)
+    return known and FittingSchedule(known, None)
