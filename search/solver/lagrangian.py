@@ -34,23 +34,27 @@ def priced(hunt: PrimalDualSearch, network: ReducedProblem) -> Floats:
     seen: list[Ints] = [] if hunt.best is None else [hunt.best]
     best, multipliers, trial = -np.inf, np.zeros(limits.size), np.zeros(limits.size)
     for _ in range(options.price_rounds):
-        found, bound = relaxed.least(trial, seen[-options.mixed :])
+        found, bound = relaxed.least(trial, _last(seen, options.mixed))
         if hunt.proved(bound if ties is None else -np.inf) or found is None or run.late() or run.full(network):
             break
         if bound > best:
             best, multipliers = bound, trial
-        for other in [*([] if hunt.best is None else [hunt.best]), *seen[-options.mixed :]]:
+        for other in [*([] if hunt.best is None else [hunt.best]), *_last(seen, options.mixed)]:
             if run.late():
                 break
             hunt.offer(patched(problem, found, other, options, run.seconds_left()))
         seen.append(found)
-        if ties is None:
-            _mix(hunt, network, seen[-options.mixed :], multipliers)
+        if ties is None and options.mixed:
+            _mix(hunt, network, _last(seen, options.mixed), multipliers)
         run.report("price", hunt)
         ceiling, trial = _next_prices(problem, limits, seen, multipliers)
         if ceiling - best <= 2 * options.price_tolerance * abs(best):
             break
     return multipliers
+
+
+def _last(seen: list[Ints], count: int) -> list[Ints]:
+    return seen[max(0, len(seen) - count) :]
 
 
 class _Whole:

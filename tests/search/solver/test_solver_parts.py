@@ -390,6 +390,21 @@ def test_patches_take_no_longer_than_there_is_time(monkeypatch: pytest.MonkeyPat
         assert budget is None or len(given) == 3
 
 
+def test_none_of_the_assignments_seen_are_mixed_where_none_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no assignments all were taken."""
+    mixed: list[Any] = []
+    monkeypatch.setattr(lagrangian, "_mix", lambda *args: mixed.append(args))
+    monkeypatch.setattr(lagrangian, "patched", lambda _, one, other, *__: mixed.append(other) or one)
+    problem = middle_problem(2, True)
+    rounds = SolverOptions(price_rounds=4)
+    solve(problem, options=rounds)
+    assert len(mixed) > 4
+    mixed.clear()
+    solve(problem, options=replace(rounds, mixed=0))
+    # The best one alone.
+    assert len(mixed) <= 4
+
+
 def test_a_time_budget_counts_by_the_clock_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """`benchmarks/bench_devices.py --clock cpu` counts CPU seconds; budgets never ended where the clock was taken hold
     of at import."""
