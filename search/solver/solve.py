@@ -81,20 +81,24 @@ def solve_quotient(
     problem: Problem,
     *,
     start: Assignment | None = None,
+    max_nodes: int | None = None,
     messages: Messages | None = None,
     options: SolverOptions = DEFAULT,
     **how: Any,
 ) -> Solution:
     """A cheap assignment, without a bound: the best in which alike variables take the same state, found as if there
-    were one of each. As `solve`, which does it where too few are alike or there are limits."""
+    were one of each. As `solve`, which does it where too few are alike or there are limits. max_nodes: None for
+    `options.quotient_nodes`, or, where `solve` has no limits to keep, for its own default."""
+    nodes = options.quotient_nodes if max_nodes is None else max_nodes
     ties = None if problem.resources else VariableSymmetry.of(problem, options)
     if ties is None:
-        nodes = {"max_nodes": options.quotient_nodes} if problem.resources else {}
-        return solve(problem, start=start, messages=messages, options=options, **nodes, **how)
+        if problem.resources or max_nodes is not None:
+            how["max_nodes"] = nodes
+        return solve(problem, start=start, messages=messages, options=options, **how)
     begin = None if start is None else ties.lower(np.asarray(start, dtype=np.int64))
     messages = messages or {}
     known = ties.lower_messages(messages)
-    found = solve(ties.tied, start=begin, messages=known, max_nodes=options.quotient_nodes, options=options, **how)
+    found = solve(ties.tied, start=begin, messages=known, max_nodes=nodes, options=options, **how)
     found = replace(found, lower_bound=-np.inf, status="gap", messages=messages | ties.lift_messages(found.messages))
     if found.assignment is None:
         return found

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from milp import optimum
-from pairwise_problems import TrainingLike, brute_force, knotted_problem, random_problem
+from pairwise_problems import TrainingLike, brute_force, knotted_problem, middle_problem, random_problem
 
-from hapsynth.search.solver import Edge, Problem, Resource, SolverProgress
+from hapsynth.search.solver import Edge, Problem, Resource, SolverOptions, SolverProgress
 from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.solve import solve, solve_quotient
 from hapsynth.search.solver.symmetry import VariableSymmetry, spread_messages
@@ -161,6 +161,15 @@ def test_ties_never_prove_too_much():
             network.reduce()
             if not network.infeasible and network.active():
                 assert Dual(network, {}).sweep() <= whole.cost + 1e-9 * abs(whole.cost)
+
+
+def test_as_many_nodes_are_expanded_as_are_asked_for():
+    options, limited = SolverOptions(elimination_cells=0), middle_problem(2, True)
+    few, most = (solve_quotient(limited, options=options, **nodes).expanded for nodes in ({"max_nodes": 0}, {}))
+    assert few < most / 4
+    alike = shared(TrainingLike(layers=12).problem())
+    assert VariableSymmetry.of(alike) is not None
+    assert np.isfinite(solve_quotient(alike, max_nodes=0, options=options).cost)
 
 
 def test_messages_are_kept_by_first_members():
