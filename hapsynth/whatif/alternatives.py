@@ -129,7 +129,7 @@ class Alternatives:
         return found
 
     def _memory(self, assignment: list[int]) -> tuple[float, ...] | None:
-        program = Emitter(self.formulator, assignment).run(self.plan.program.axes)
+        program = Emitter(self.formulator, assignment).ordered(self.plan.program.axes)
         sizes = self.ratios.sizes_of(Classes.build(self.graph, program, self.table))
         return None if sizes is None else held_by(program, sizes, self.model)
 

@@ -21,15 +21,11 @@ class Emitter:
         self.steps: list[Step] = []
         self.op_steps: dict[int, int] = {}
         self.tensors: dict[int, dict[Layout, int]] = {}
-        self.ends: tuple[Layout | None, ...] = ()
-
-    def run(self, axes: tuple[tuple[str, int], ...]) -> Program:
-        """The program, in few and large stages."""
-        self.build()
-        return self.ordered(axes)
+        self._build()
+        self.ends = self.outputs()
 
     def ordered(self, axes: tuple[tuple[str, int], ...], *, sparing: bool = False) -> Program:
-        """What was built as a program, in few and large stages or in the order that spares memory."""
+        """The program, in few and large stages or in the order that spares memory."""
         inputs = {v: self.available(v).computed for v in self.graph.sources}
         order = schedule(self.graph, self.steps, self.structure.widening, sparing=sparing)
         instructions = tuple([self.steps[i].instruction for i in order])
@@ -37,7 +33,7 @@ class Emitter:
         program.know(self.graph, tuple([self.steps[i].access for i in order]))
         return program
 
-    def build(self) -> None:
+    def _build(self) -> None:
         graph = self.graph
         for value in graph.sources:
             self.make(value, -1)
@@ -68,7 +64,6 @@ class Emitter:
                 # No op of the body reads what comes from around the loop: its first one waits for it.
                 at = self.op_steps[op]
                 self.steps[at] = self.steps[at]._replace(needs=(*self.steps[at].needs, made_by))
-        self.ends = self.outputs()
 
     def _triple(self, op: int) -> int:
         """The number of an op's triples."""

@@ -123,7 +123,6 @@ class Solved:
 
     def __init__(self, emitter: Emitter, costs: CostModel) -> None:
         self._emitter, self.costs = emitter, costs
-        emitter.build()
 
     @cached_property
     def staged(self) -> Sizer:

@@ -137,7 +137,7 @@ class CandidateBuilder:
         memory if no other fits."""
         assert solution.assignment is not None
         emitter = Emitter(builder, solution.assignment.tolist())
-        program = emitter.run(self.costs.axes)
+        program = emitter.ordered(self.costs.axes)
         classes = Classes.build(self.costs.graph, program, self.costs.table)
         staged = self._sized(program, classes, builder, solution, as_assumed)
         if staged.over is None:

@@ -38,7 +38,7 @@ from hapsynth.search.planning.makespan import (
     first_look,
     without_what_is_sent,
 )
-from hapsynth.search.planning.resharding import resharded
+from hapsynth.search.planning.resharding import Resharding
 from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FirstProgram, FixedRatioSearch
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import SETTLED as _SETTLED
@@ -418,7 +418,7 @@ class Planner:
         unchanged where the ratios are fixed."""
         if self.task.options.fixed_ratios is not None or self.clock.late():
             return best, bound
-        return resharded(self._search, best, bound, self._tolerance)
+        return Resharding(self._search, self._tolerance).improved(best, bound)
 
     def _settled(self, best: Candidate, bound: float) -> bool:
         return best.cost - bound <= max(_SETTLED, self._tolerance) * best.cost

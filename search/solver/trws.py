@@ -112,19 +112,13 @@ class Dual:
     """The dual of a reduced network (not empty, no forbidden states).
 
     extra: float64 [states] per variable, added to the unary costs (Lagrange multipliers times usage); constant is added
-    to the offset. order: the active variables as the forward pass takes them; by default in `stretches`. options: by
-    default the network's.
+    to the offset. order: the active variables as the forward pass takes them; by default in `stretches`.
     """
 
     def __init__(
-        self,
-        network: ReducedProblem,
-        extra: dict[int, Floats],
-        constant: float = 0.0,
-        order: list[int] | None = None,
-        options: SolverOptions | None = None,
+        self, network: ReducedProblem, extra: dict[int, Floats], constant: float = 0.0, order: list[int] | None = None
     ):
-        options = network.options if options is None else options
+        options = network.options
         self.network = network
         self.bound = network.offset + constant
         self.sweeps, self._stored = 0, -1

@@ -2,7 +2,7 @@
 
 A class that the plan has in parts has a ratio for each of them. What ops can cut together is cut in the same ways, so
 an op takes one way for all that it cuts; conversions lead from one to another, at what a reshare costs. `RatioVariants`
-gives the choices and the builder that have them.
+counts the ways and has the ratio of each.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from hapsynth.instructions.collectives import Collective
 from hapsynth.instructions.program.sizes import Node, Sizes
 from hapsynth.search.analysis.dimension_groups import kinship
 from hapsynth.search.cost.model import CostModel, Floats
-from hapsynth.search.formulation.choice_space import ChoiceSpace, Owners, Restriction
-from hapsynth.search.formulation.problem_builder import ProblemBuilder
-from hapsynth.search.formulation.ways import BuilderOfWays, ChoicesInWays
+from hapsynth.search.formulation.ways import BuilderOfWays
 from hapsynth.search.sizing.ratios import Ratios, own_weights
 
 _CutGroup = tuple[Node, tuple[int, ...]]
@@ -53,16 +51,6 @@ class RatioVariants:
         costs, weights = self.costs, own_weights(self.costs, self.sizes)
         return Ratios(costs.graph, costs.table, weights, None, costs.lengths, named=self.named)
 
-    def choices(
-        self, restriction: Restriction | None = None, *, sparing: bool = False, owners: Owners | None = None
-    ) -> ChoiceSpace:
-        """What may be chosen where everything may be cut in each of its ways, and some ops be run by `owners`."""
-        return ChoicesInWays(self.costs, self.count, restriction, sparing=sparing, owners=owners)
-
-    def builder(self, choices: ChoiceSpace, ratios: Ratios) -> ProblemBuilder:
-        """Of problems of such choices at `ratios`, or strictly these."""
-        return _VariantBuilder(choices, self.costs, ratios)
-
     def _root(self, value: int, dim: int) -> Node:
         return self._kin.root(value, dim) or (value, dim, (), 0)
 
@@ -79,7 +67,7 @@ class RatioVariants:
         return len(known) - 1
 
 
-class _VariantBuilder(BuilderOfWays):
+class VariantBuilder(BuilderOfWays):
     """Knows what it takes to change from one way of being cut to another."""
 
     def _allows(self, value: int, step: Collective) -> bool:

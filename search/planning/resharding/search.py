@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 
+from hapsynth.search.formulation.ways import ChoicesInWays
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.resharding.insertion import ReshardInserter
-from hapsynth.search.planning.resharding.ratio_variants import RatioVariants
+from hapsynth.search.planning.resharding.ratio_variants import RatioVariants, VariantBuilder
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.result import SETTLED
 
@@ -21,23 +22,16 @@ _CHANGES = 6
 """How often programs are compared at the ratios of a better one."""
 
 
-def resharded(
-    search: FixedRatioSearch, best: Candidate, bound: float | None, tolerance: float
-) -> tuple[Candidate, float | None]:
-    """A search's best program with reshares where they pay, and the bound at the ratios that it then has, None where
-    that is not sought; as they were where none does."""
-    return Resharding(search, tolerance).improved(best, bound)
-
-
 class Resharding:
-    """`resharded` of one search."""
+    """What reshares bring to a search, within its time and `tolerance`."""
 
     def __init__(self, search: FixedRatioSearch, tolerance: float) -> None:
         self.search, self.task, self.tolerance = search, search.task, tolerance
         self.inserter = ReshardInserter(self.task.costs, search.clock.left)
 
     def improved(self, best: Candidate, bound: float | None) -> tuple[Candidate, float | None]:
-        """As `resharded` gives it."""
+        """The search's best program with reshares where they pay, and the bound at the ratios that it then has, None
+        where that is not sought; as they were where none does."""
         began = time.perf_counter()
         found = self.inserter.improved(best)
         self.search.effort.ratio_s += time.perf_counter() - began
@@ -56,15 +50,19 @@ class Resharding:
         """The best program whose instructions are each at one of the ratios that the given one has for what they cut,
         reshared where that pays, and the bound of these programs; where others are better at their own sizes, of
         theirs."""
-        bound, search = 0.0, self.search
+        bound, search, costs = 0.0, self.search, self.task.costs
         for rounds_left in reversed(range(_CHANGES)):
-            ways, known, bound = RatioVariants(self.task.costs, best.sizes), best, 0.0
+            ways, known, bound = RatioVariants(costs, best.sizes), best, 0.0
             known_choices = search.choices
-            choices = ways.choices(
-                self.task.options.restriction, sparing=known_choices.sparing, owners=known_choices.owners
+            choices = ChoicesInWays(
+                costs,
+                ways.count,
+                self.task.options.restriction,
+                sparing=known_choices.sparing,
+                owners=known_choices.owners,
             )
             for ratios in (ways.ratios(), ways.ratios().strictly()):
-                builder = ways.builder(choices, ratios)
+                builder = VariantBuilder(choices, costs, ratios)
                 solution = search.bounded(builder, None, self.tolerance)
                 bound = max(bound, solution.lower_bound)
                 if best.cost - bound <= max(SETTLED, self.tolerance) * best.cost or search.clock.late():

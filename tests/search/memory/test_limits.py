@@ -132,7 +132,7 @@ def test_no_program_holds_less_than_the_bound_counts(make: Callable[[], Graph], 
         assert chosen is not None
         counted = max(float(p.usage(certain.extended(p, chosen)).max()) for p in limited)
         emitter = Emitter(builder, chosen.tolist())
-        for program in (emitter.run(costs.axes), emitter.ordered(costs.axes, sparing=True)):
+        for program in (emitter.ordered(costs.axes), emitter.ordered(costs.axes, sparing=True)):
             classes = Classes.build(graph, program, costs.table)
             assert builder.ratios is not None
             sizes = builder.ratios.sizes_of(classes)

@@ -484,7 +484,7 @@ def test_no_program_that_fits_is_below_the_bound(bandwidth: float, exact: bool) 
             found = solve(priced, tolerance=1e-3, max_nodes=2000).assignment
             assert found is not None
             emitter = Emitter(builder, found.tolist()[: len(structure.choices)])
-            for program in (emitter.run(costs.axes), emitter.ordered(costs.axes, sparing=True)):
+            for program in (emitter.ordered(costs.axes), emitter.ordered(costs.axes, sparing=True)):
                 classes = Classes.build(graph, program, costs.table)
                 sizes = ratios.sizes_of(classes)
                 assert sizes is not None

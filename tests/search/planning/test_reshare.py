@@ -41,11 +41,12 @@ from hapsynth.plan import Plan, PlanError
 from hapsynth.search.cost.program_cost import conversion_cost, instruction_costs, program_cost
 from hapsynth.search.formulation.emission import Emitter
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
+from hapsynth.search.formulation.ways import ChoicesInWays
 from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.planner import Planner
 from hapsynth.search.planning.resharding import search as resharding
 from hapsynth.search.planning.resharding.insertion import ReshardInserter
-from hapsynth.search.planning.resharding.ratio_variants import RatioVariants
+from hapsynth.search.planning.resharding.ratio_variants import RatioVariants, VariantBuilder
 from hapsynth.search.planning.resharding.rewrite import merged
 from hapsynth.search.planning.resharding.search import Resharding
 from hapsynth.search.planning.task import Task
@@ -236,7 +237,7 @@ def test_where_cuts_are_too_many_the_joint_bound_is_all_that_is_known(monkeypatc
 def at_each_way(task: Task, best: Candidate) -> tuple[ProblemBuilder, Solution]:
     """The cheapest program whose instructions are each at one of a candidate's ratios."""
     ways = RatioVariants(task.costs, best.sizes)
-    builder = ways.builder(ways.choices(), ways.ratios().strictly())
+    builder = VariantBuilder(ChoicesInWays(task.costs, ways.count), task.costs, ways.ratios().strictly())
     return builder, solve(builder.problem(), tolerance=1e-9)
 
 
@@ -262,7 +263,7 @@ def test_programs_with_reshares_are_searched_at_what_these_cost(fn: Any, args: A
     assert solution.status == "optimal"
     assert solution.cost <= chosen.cost * (1 + 1e-9)
     assert solution.assignment is not None
-    program = Emitter(builder, solution.assignment.tolist()).run(task.costs.axes)
+    program = Emitter(builder, solution.assignment.tolist()).ordered(task.costs.axes)
     check(task.graph, program)
     assert builder.ratios is not None
     sizes = builder.ratios.sizes_of(Classes.build(task.graph, program, task.factors))

@@ -186,7 +186,7 @@ def test_with_owners_too(seed):
     last = len(speeds) - 1
     owners = {op.index: (last * (seed % 2),) for op in graph.ops}
     for builder, solution in assert_equal_to_brute_force(costs, ChoiceSpace(graph, table, owners=owners), speeds):
-        program = Emitter(builder, solution.assignment.tolist()).run(costs.axes)
+        program = Emitter(builder, solution.assignment.tolist()).ordered(costs.axes)
         check(graph, program)
         sizes = builder.ratios.sizes_of(Classes.build(graph, program, table))
         if sizes is not None:
@@ -391,7 +391,7 @@ def test_a_strict_problem_has_no_optimum_that_nothing_can_be_cut_as() -> None:
         builder = ProblemBuilder(task.choices, costs, at)
         solution = solve(builder.problem(), tolerance=1e-9)
         assert solution.assignment is not None
-        program = Emitter(builder, solution.assignment.tolist()).run(costs.axes)
+        program = Emitter(builder, solution.assignment.tolist()).ordered(costs.axes)
         sizes = at.sizes_of(Classes.build(graph, program, table))
         cut = sizes is not None and program_cost(program, sizes, costs) == pytest.approx(solution.cost, rel=1e-9)
         feasible.append(cut)

@@ -192,7 +192,8 @@ def test_large_tables_and_stretches_make_no_difference_to_what_a_sweep_may_do():
         problem, network, _ = case
         bounds: list[float] = []
         for large in (10**6, 8, 0):
-            dual = Dual(network, {}, options=SolverOptions(large_table=large))
+            network.options = SolverOptions(large_table=large)
+            dual = Dual(network, {})
             for _ in range(5):
                 dual.sweep()
             bounds.append(dual.bound)
@@ -202,9 +203,9 @@ def test_large_tables_and_stretches_make_no_difference_to_what_a_sweep_may_do():
                 assert cost >= dual.bound - 1e-12
         assert bounds == pytest.approx([bounds[0]] * 3, abs=1e-12)
         for length in (1, 2):
-            options = SolverOptions(stretch=length)
-            assert sorted(stretches(network, options)) == network.active()
-            dual = Dual(network, {}, options=options)
+            network.options = SolverOptions(stretch=length)
+            assert sorted(stretches(network, network.options)) == network.active()
+            dual = Dual(network, {})
             last = dual.bound
             for _ in range(5):
                 assert last - 1e-12 <= dual.sweep() <= brute_force(problem) + 1e-12
