@@ -64,9 +64,9 @@ class CutWork(NamedTuple):
 class CostModel:
     """Costs of one graph's instructions on one cluster, over the mesh `axes`: (name, size), those of the cluster.
 
-    `room`: what its devices may hold; by default their memory, of padded shards. `lowering`: as the programs will be
-    lowered, which decides what goes together and what that takes of memory. `offered`: the names of the steps that
-    programs may take beside the usual ones; None: all.
+    `memory_budget`: what its devices may hold; by default their memory, of padded shards. `lowering`: as the programs
+    will be lowered, which decides what goes together and what that takes of memory. `offered`: the names of the steps
+    that programs may take beside the usual ones; None: all.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CostModel:
         cluster: Cluster,
         table: FactorTable,
         axes: Sequence[tuple[str, int]] | None = None,
-        room: MemoryBudget | None = None,
+        memory_budget: MemoryBudget | None = None,
         lowering: LoweringOptions = DEFAULT,
         offered: Collection[str] | None = None,
     ) -> None:
@@ -92,9 +92,9 @@ class CostModel:
         """Which conversions share a latency."""
         self._measured = frozenset(s for kind in cluster.kinds for s in kind.ops)
         self._classes: dict[int, str] = {}
-        self._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster))
+        self._place(cluster, axes or mesh_axes(cluster), memory_budget or MemoryBudget.of(cluster))
 
-    def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]], room: MemoryBudget) -> None:
+    def _place(self, cluster: Cluster, axes: Sequence[tuple[str, int]], memory_budget: MemoryBudget) -> None:
         self.cluster, self.n, self.axes = cluster, cluster.n, tuple(axes)
         self.lengths = tuple(size for _, size in self.axes)
         number: dict[DeviceKind, int] = {}
@@ -113,7 +113,7 @@ class CostModel:
         """float64 [devices]: how many times as long computing takes each while a collective runs."""
         self.delay = np.array([kind.contention_delay for kind in self.kinds])[self.kind_of]
         """float64 [devices]: seconds by which an exchange of a collective takes longer beside computing of each."""
-        self.room = room
+        self.memory_budget = memory_budget
         self.links = axis_links(cluster, self.axes)
         self._speeds: dict[tuple[str, str, bool], Speeds] = {}
         self._kinds_along: dict[tuple[int, ...], Ints] = {}
@@ -124,11 +124,11 @@ class CostModel:
         self.__dict__.pop("fastest", None)
 
     def on(
-        self, cluster: Cluster, room: MemoryBudget | None = None, axes: Sequence[tuple[str, int]] | None = None
+        self, cluster: Cluster, memory_budget: MemoryBudget | None = None, axes: Sequence[tuple[str, int]] | None = None
     ) -> CostModel:
         """The model of the same graph on another cluster, which shares what no device decides."""
         other = copy(self)
-        other._place(cluster, axes or mesh_axes(cluster), room or MemoryBudget.of(cluster))
+        other._place(cluster, axes or mesh_axes(cluster), memory_budget or MemoryBudget.of(cluster))
         return other
 
     def rate(self, dtype: str) -> Floats:

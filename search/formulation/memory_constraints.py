@@ -41,7 +41,7 @@ class MemoryConstraints:
     def __init__(self, builder: ProblemBuilder, *, at_least: bool) -> None:
         self.builder, self.at_least = builder, at_least
         self.graph, self.structure = builder.graph, builder.structure
-        self.room = builder.costs.room
+        self.memory_budget = builder.costs.memory_budget
         self._owners = tuple(sorted({at for positions in self.structure.owners.values() for at in positions}))
 
     def problem(self, limits: Mapping[int, float]) -> Problem:
@@ -95,7 +95,7 @@ class MemoryConstraints:
         return self._counted(1.0).size
 
     def _counted(self, held: float | Floats) -> Floats:
-        return self.room.counted(held, free=self.builder.ratios is None, alone=self._owners)
+        return self.memory_budget.counted(held, free=self.builder.ratios is None, alone=self._owners)
 
     def _alive(self, op: int) -> LiveSet:
         return self.liveness.in_any_order(op) if self.at_least else self.liveness.at(op)

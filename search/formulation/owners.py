@@ -41,10 +41,10 @@ def owners(costs: CostModel, weights: Floats | None = None, *, sparing: bool = F
     offered = all(costs.offers(STEPS[name], _AXIS) for name in ("reduce", "broadcast"))
     if len(costs.axes) > 1 or costs.n == 1 or costs.links[_AXIS].curves or not offered:
         return {}
-    sparing = sparing and costs.room.exact
+    sparing = sparing and costs.memory_budget.exact
     known: dict[object, _Update | None] = {}
     fastest, roomiest = _Offer(), _Offer()
-    limits, taken = np.array(costs.room.limits), np.zeros(costs.n)
+    limits, taken = np.array(costs.memory_budget.limits), np.zeros(costs.n)
     for group in costs.together.groups:
         key = _kind(costs, group)
         update = known[key] if key in known else known.setdefault(key, _update(costs, group, weights, sparing))
@@ -157,7 +157,7 @@ def _update(costs: CostModel, group: UpdateGroup, weights: Floats | None, sparin
         gain = max(partial, min(by_all, cut + gathered) - owned)
     spared = np.zeros(costs.n)
     if sparing:
-        spared = sum(in_parts(costs.room.proportions if weights is None else weights)) - (up + by_one + down)
+        spared = sum(in_parts(costs.memory_budget.proportions if weights is None else weights)) - (up + by_one + down)
     kept = {v for op in group.ops for _, v in graph.ops[op].value_operands if v in graph.state}
     part = costs.together.part(group.parameters[0], STEPS["broadcast"], costs.n)
     nbytes = float(sum(graph.values[v].nbytes for v in kept))

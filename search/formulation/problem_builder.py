@@ -192,7 +192,7 @@ class ProblemBuilder:
     def held(self, value: int, dim: int, axes: tuple[int, ...], way: int = 0) -> float | Floats:
         """The fraction of a dimension that each device holds; one number for all, unless it has an owner, if shards are
         padded or the ratios are ideal."""
-        if not self.costs.room.exact:
+        if not self.costs.memory_budget.exact:
             return self.largest(value, dim, axes, way)
         if self.ratios is None:
             owner = owner_of(way)

@@ -37,7 +37,7 @@ class Buffer(NamedTuple):
     moved: tuple[Node, Node] | None = None
 
 
-def wires(
+def collective_buffers(
     graph: Graph, program: Program, tensors: Sequence[Tensor], bundled_bytes: int, under_way: Mapping[int, int]
 ) -> tuple[list[tuple[int, int]], list[Buffer]]:
     """The lives of the tensors in points, (start, stop), and what is sent and received besides. `bundled_bytes`: as

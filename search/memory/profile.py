@@ -29,7 +29,7 @@ from hapsynth.search.cost.model import CostModel, Floats
 from hapsynth.search.cost.network import Even
 from hapsynth.search.cost.program_cost import padded_bytes
 from hapsynth.search.cost.program_index import Cut, ProgramIndex
-from hapsynth.search.memory.collective_buffers import PHASES, Buffer, wires
+from hapsynth.search.memory.collective_buffers import PHASES, Buffer, collective_buffers
 from hapsynth.search.memory.merged_contractions import merge_contractions
 from hapsynth.search.memory.xla_kernels import XlaKernels
 from hapsynth.search.memory.xla_schedule import Library, XlaSchedule
@@ -75,7 +75,7 @@ _ALL = slice(None)
 
 @dataclass(frozen=True, eq=False)
 class MemoryProfile:
-    """What a program holds at each point, at any sizes, as the room that there is counts it.
+    """What a program holds at each point, at any sizes, as the memory budget counts it.
 
     The points of instruction i are `phases` * (i + 1) and the next few; those of -1 are before the first.
     `under_way`: of collectives that run beside what follows them, the last instruction that begins before each ends.
@@ -91,13 +91,13 @@ class MemoryProfile:
         return self.costs.graph
 
     @property
-    def room(self) -> MemoryBudget:
-        return self.costs.room
+    def memory_budget(self) -> MemoryBudget:
+        return self.costs.memory_budget
 
     @property
     def phases(self) -> int:
         """Points of an instruction: what collectives send is told apart from what they give where it is counted."""
-        return PHASES if self.room.exact else 1
+        return PHASES if self.memory_budget.exact else 1
 
     @cached_property
     def index(self) -> ProgramIndex:
@@ -111,7 +111,7 @@ class MemoryProfile:
     @cached_property
     def buffers(self) -> list[Buffer]:
         """The tensors and what collectives take besides, with their lives in points."""
-        values, phases, padded = self.graph.values, self.phases, not self.room.exact
+        values, phases, padded = self.graph.values, self.phases, not self.memory_budget.exact
         own = [
             Buffer(
                 float(values[value].nbytes),
@@ -122,9 +122,11 @@ class MemoryProfile:
             )
             for value, layout, start, stop in self.tensors
         ]
-        if not self.room.exact:
+        if not self.memory_budget.exact:
             return [self._until_sent(b, t) for b, t in zip(own, self.tensors, strict=True)]
-        spans, sent = wires(self.graph, self.program, self.tensors, self.costs.lowering.bundled_bytes, self.under_way)
+        spans, sent = collective_buffers(
+            self.graph, self.program, self.tensors, self.costs.lowering.bundled_bytes, self.under_way
+        )
         return [b._replace(start=start, stop=stop) for b, (start, stop) in zip(own, spans, strict=True)] + sent
 
     def _until_sent(self, buffer: Buffer, tensor: Tensor) -> Buffer:
@@ -228,7 +230,7 @@ class MemoryProfile:
     def bytes_of(self, sizes: Sizes, without: Iterable[Held] = (), some: _Some = _ALL) -> Floats:
         """Bytes of each buffer, or of some, on each device or, padded, on all alike, as if some cuts were none: [rows,
         buffers]."""
-        nbytes = np.tile(self._whole_bytes[some], (self.room.weights.size, 1))
+        nbytes = np.tile(self._whole_bytes[some], (self.memory_budget.weights.size, 1))
         cuts_of = self._cuts_of_buffers[:, some]
         shares = np.ones((len(nbytes), len(self._cuts) + 1))
         there = np.zeros(len(self._cuts) + 1, dtype=bool)
@@ -242,7 +244,7 @@ class MemoryProfile:
 
     def counted(self, sizes: Sizes) -> Floats:
         """What counts at each point: [rows, points], a row for each device or, padded, one."""
-        return self.room.weights[:, None] * self.of_devices(sizes)
+        return self.memory_budget.weights[:, None] * self.of_devices(sizes)
 
     def added(self, before: Sizes, after: Sizes, c: int) -> Floats:
         """What counts more at other sizes of one class: as `counted`."""
@@ -253,7 +255,7 @@ class MemoryProfile:
         ]
         some = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *cut]))
         nbytes = self.bytes_of(after, some=some) - self.bytes_of(before, some=some)
-        return self.room.weights[:, None] * self.alive(nbytes, some)
+        return self.memory_budget.weights[:, None] * self.alive(nbytes, some)
 
     def _own(self, sizes: Sizes, cut: Cut) -> Floats:
         """The fraction of a class's shards along the first of its axes that each device has."""
@@ -293,7 +295,7 @@ class MemoryProfile:
             times[mine[held]] -= 1
             nbytes /= float(prod(self.classes.lengths[a] for a in self.classes.all[c].axes[:depth])) ** times
             owned[mine[held]] = True
-        weights = self.room.weights[:, None]
+        weights = self.memory_budget.weights[:, None]
         divided: dict[Held, Floats] = {}
         for held, members in mine.items():
             divided[held] = weights * self.alive(nbytes[:, members], touched[members], points)
@@ -309,10 +311,10 @@ class MemoryProfile:
         whole, divided = self.by_cut(sizes, [(c, 1)], counted)
         own, padded = (divided.get(((c, 1), p), np.zeros_like(whole)) for p in (False, True))
         nbytes, largest = padded, np.inf
-        if self.room.exact and padded.any():
+        if self.memory_budget.exact and padded.any():
             largest = largest_of(sizes, (c, 1))
             whole = whole + largest * padded
-        nbytes = own if self.room.exact else padded
+        nbytes = own if self.memory_budget.exact else padded
         share = np.where(nbytes > 0, (limit - whole) / np.maximum(nbytes, 1.0), 1.0).min(axis=1)
         return np.minimum(share, largest)
 
@@ -354,7 +356,7 @@ def held_pinned(
     program: Program, sizes: Sizes, costs: CostModel, device: int, library: Library, *, scheduled: bool = False
 ) -> float:
     """Bytes of a device, by its place, at the fullest point of one program whose collectives are pinned, as those for
-    GPUs are (`lower/_pinned.py`): of its own shards where room counts exactly, else of padded ones. The more of two
+    GPUs are (`lower/_pinned.py`): of its own shards where the budget is exact, else of padded ones. The more of two
     orders, XLA's by depth and the one in which collectives come as early as they can; with loops or branches in the
     program's order. `library`: of the card's contractions and convolutions. `scheduled`: its collectives are in
     bundles of a schedule."""
@@ -364,12 +366,12 @@ def held_pinned(
     at = tuple(map(int, np.unravel_index(device, [n for _, n in program.axes])))
 
     def nbytes(value: int, layout: Layout) -> float:
-        if not costs.room.exact:
+        if not costs.memory_budget.exact:
             return padded_bytes(sizes, value, layout)
         whole = sizes.graph.values[value]
         return whole.nbytes * prod(sizes.local_shape(value, layout, at)) / max(prod(whole.shape), 1)
 
-    one = not costs.room.exact
+    one = not costs.memory_budget.exact
     fusing = FusionPlan.of(costs.graph, on_gpu=True, triton=not library.apart)
     kernels = XlaKernels(
         costs.graph,
@@ -403,7 +405,7 @@ def held_at_peak(program: Program, sizes: Sizes, costs: CostModel) -> list[tuple
 
 
 def _is_in_own_order(costs: CostModel) -> bool:
-    return costs.room.exact or len(costs.graph.regions) > 1
+    return costs.memory_budget.exact or len(costs.graph.regions) > 1
 
 
 def _scheduled(program: Program, sizes: Sizes, costs: CostModel) -> XlaSchedule:

@@ -112,7 +112,7 @@ class Baseline:
             memory_bytes=memory,
             memory_limit_bytes=tuple(limits),
             devices=devices,
-            exact=self.costs.room.exact,
+            exact=self.costs.memory_budget.exact,
             lowering=self.costs.lowering,
         )
 

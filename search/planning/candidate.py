@@ -130,7 +130,7 @@ class CandidateBuilder:
 
     @property
     def limit(self) -> float:
-        return self.costs.room.limit
+        return self.costs.memory_budget.limit
 
     def make(self, builder: ProblemBuilder, solution: Solution, *, as_assumed: bool = False) -> Candidate:
         """An assignment as a program at its best sizes, or `as_assumed` at the builder's; in the order that spares

@@ -73,7 +73,7 @@ def shortest_fitting(
 ) -> FittingSchedule | None:
     """A program in the order of the shortest of some `ways`, its `scheduled_steps`, in which it fits beside what is
     sent meanwhile; where there is none in an order that holds less, its own at last; None where it fits in none."""
-    limit = costs.room.limit
+    limit = costs.memory_budget.limit
 
     def fitting(program: Program) -> TimedProgram | None:
         found = timed(program, sizes, costs)

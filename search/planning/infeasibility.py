@@ -14,7 +14,7 @@ def shortage(costs: CostModel, least: Candidate | None, certain: float, *, pinne
     `certain`: what every program's bytes count. `pinned`: whether ratios were asked for. `late`:
     whether the time budget ended the search.
     """
-    room = costs.room
+    room = costs.memory_budget
     device = int(np.argmin([k.memory for k in costs.cluster.devices]))
     mib = lambda nbytes: f"{nbytes / 2**20:.4g} MiB"
     found = "no program keeps to the layouts that are fixed"

@@ -132,7 +132,7 @@ class JointRefinement:
                 break
             builder = RangeBuilder(choices, self.costs, ranges)
             per_byte = 0.0 if price is None else price.next(enough)
-            rounded = bool(ranges.nodes) and not self.costs.room.exact
+            rounded = bool(ranges.nodes) and not self.costs.memory_budget.exact
             solved = self.search.cheapest(
                 builder,
                 limits,

@@ -34,7 +34,7 @@ def schedules_holding_less(
     for parts in _PARTS:
         if stopped():
             return
-        large = {task for task, held in enumerate(nbytes) if held >= costs.room.limit / parts}
+        large = {task for task, held in enumerate(nbytes) if held >= costs.memory_budget.limit / parts}
         if len(large) > before:
             before = len(large)
             yield ordered(program, schedule(_in_own_order(tasks, large), stopped=stopped))
@@ -43,7 +43,7 @@ def schedules_holding_less(
 def _largest_tensors(program: Program, sizes: Sizes, costs: CostModel) -> list[float]:
     """Per instruction, what the largest tensor that it makes or takes counts on some device, in bytes."""
     profile = MemoryProfile(program, sizes.classes, costs)
-    counted = (profile.room.weights[:, None] * profile.bytes_of(sizes)).max(axis=0)
+    counted = (profile.memory_budget.weights[:, None] * profile.bytes_of(sizes)).max(axis=0)
     held: dict[Property, float] = {}
     for tensor, nbytes in zip(profile.tensors, counted.tolist()):
         held[tensor.value, tensor.layout] = max(held.get((tensor.value, tensor.layout), 0.0), nbytes)

@@ -83,9 +83,14 @@ class Task:
     def costs(self) -> CostModel:
         if self.parent:
             return self.parent.costs.on(self.cluster, self.memory_budget)
-        room, lowering = self.memory_budget, self.options.lowering
+        budget, lowering = self.memory_budget, self.options.lowering
         return CostModel(
-            self.graph, self.cluster, self.factors, room=room, lowering=lowering, offered=self.options.collectives
+            self.graph,
+            self.cluster,
+            self.factors,
+            memory_budget=budget,
+            lowering=lowering,
+            offered=self.options.collectives,
         )
 
     @cached_property

@@ -159,9 +159,9 @@ class ComputeTerm:
 class ClassTerms(NamedTuple):
     """The terms that one class's sizes decide, alone or with others."""
 
-    works: list[ComputeTerm]
-    wires: list[CommTerm]
-    moves: list[MoveTerm]
+    compute_terms: list[ComputeTerm]
+    comm_terms: list[CommTerm]
+    move_terms: list[MoveTerm]
 
 
 class ClassCosts:
@@ -171,8 +171,8 @@ class ClassCosts:
         self.classes, self.costs = classes, costs
         self.index = index = ProgramIndex.of(program, classes, costs)
         self.cut = index.cut
-        self._works: dict[tuple[Cut, ...], ComputeTerm] = {}
-        self._wires: dict[tuple[tuple[Cut, ...], tuple[Cut, ...]], CommTerm] = {}
+        self._compute_terms: dict[tuple[Cut, ...], ComputeTerm] = {}
+        self._comm_terms: dict[tuple[tuple[Cut, ...], tuple[Cut, ...]], CommTerm] = {}
         self._boundaries: dict[tuple[Cut | Even, ...], BoundaryTerm] = {}
         self._rounds: dict[tuple[object, ...], RoundsTerm] = {}
         for load in index.feeds.values():
@@ -185,7 +185,7 @@ class ClassCosts:
 
     def _add_work(self, load: Load, count: float) -> None:
         if load.work.divided:
-            counts = self._works.setdefault(load.cuts, ComputeTerm(load.cuts)).counts
+            counts = self._compute_terms.setdefault(load.cuts, ComputeTerm(load.cuts)).counts
             counts[load.work] = counts.get(load.work, 0.0) + count
 
     def _add_wire(self, i: Convert, runs: float) -> None:
@@ -203,7 +203,7 @@ class ClassCosts:
         # By what it comes to hold, whatever is sent on the way.
         turned = tuple(sorted(self.cut((i.value, *cut)) for cut in cuts_of(i.target)))
         if turned and (turning := self.costs.turning(i.value, i.source, i.axis)):
-            self._wires.setdefault((turned, ()), CommTerm(turned, ())).seconds += runs * turning
+            self._comm_terms.setdefault((turned, ()), CommTerm(turned, ())).seconds += runs * turning
 
     def _add_moved(self, i: Convert, step: str, traffic: Moved, runs: float) -> None:
         link, price, value = self.costs.links[i.axis], PRICES[step], self.costs.graph.values[i.value]
@@ -238,7 +238,7 @@ class ClassCosts:
         key = tuple(sorted(times)), tuple(sorted(over))
         if not key[0]:
             return
-        known = self._wires.setdefault(key, CommTerm(*key))
+        known = self._comm_terms.setdefault(key, CommTerm(*key))
         pace = link.pace(step)
         per_byte, curve = pace.parted() if isinstance(pace, Lines) else (0.0, pace)
         known.seconds += runs * wire * per_byte
@@ -247,12 +247,12 @@ class ClassCosts:
             counts[wire] = counts.get(wire, 0.0) + runs
 
     @property
-    def works(self) -> list[ComputeTerm]:
-        return list(self._works.values())
+    def compute_terms(self) -> list[ComputeTerm]:
+        return list(self._compute_terms.values())
 
     @property
-    def wires(self) -> list[CommTerm]:
-        return list(self._wires.values())
+    def comm_terms(self) -> list[CommTerm]:
+        return list(self._comm_terms.values())
 
     @property
     def boundaries(self) -> list[BoundaryTerm]:
@@ -263,15 +263,15 @@ class ClassCosts:
         return list(self._rounds.values())
 
     @property
-    def moves(self) -> list[MoveTerm]:
+    def move_terms(self) -> list[MoveTerm]:
         return [*self.boundaries, *self.rounds]
 
     @cached_property
     def has_products(self) -> bool:
         """Whether some cost is a product of two classes' sizes, so that one linear program is not the last word."""
         return (
-            any(len(w.cuts) > 1 for w in self.works)
-            or any(len(w.times) > 1 for w in self.wires)
+            any(len(w.cuts) > 1 for w in self.compute_terms)
+            or any(len(w.times) > 1 for w in self.comm_terms)
             or any(b.over for b in self.boundaries)
             or bool(self.rounds)
         )
@@ -281,10 +281,10 @@ class ClassCosts:
         """Whether some cost is measured by size: a linear program sees it as it is around the last sizes."""
         curved = (
             not self.costs.speeds(w.op_class, w.dtype, ordinary=w.ordinary).linear
-            for works in self.works
+            for works in self.compute_terms
             for w in works.counts
         )
-        return any(curved) or any(w.curved for w in self.wires)
+        return any(curved) or any(w.curved for w in self.comm_terms)
 
     def table(self, works: ComputeTerm) -> WorkTable:
         """Some works as arrays."""
@@ -295,7 +295,7 @@ class ClassCosts:
         """Layers have works that are alike, and share a table."""
         known: dict[object, WorkTable] = {}
         found: dict[tuple[Cut, ...], WorkTable] = {}
-        for cuts, works in self._works.items():
+        for cuts, works in self._compute_terms.items():
             key = (len(cuts), tuple(works.counts.items()))
             if key not in known:
                 known[key] = WorkTable(works, self.costs)
@@ -327,22 +327,22 @@ class ClassCosts:
         """The part of `cost` that is due to collectives, in seconds."""
         largest = lambda cut: largest_of(sizes, cut)
         held = lambda cut: cut.shares if isinstance(cut, Even) else joined_shares(sizes, cut)
-        moving = fsum(float(b.at(held(b.old), held(b.new), largest)) for b in self.moves)
-        return fsum(float(w.at(largest)) for w in self.wires) + moving
+        moving = fsum(float(b.at(held(b.old), held(b.new), largest)) for b in self.move_terms)
+        return fsum(float(w.at(largest)) for w in self.comm_terms) + moving
 
     @cached_property
     def by_class(self) -> list[ClassTerms]:
         """The terms that depend on each class."""
         found = [ClassTerms([], [], []) for _ in self.classes.all]
-        for works in self.works:
+        for works in self.compute_terms:
             for c in dict.fromkeys(cut[0] for cut in works.cuts):
-                found[c].works.append(works)
-        for wire in self.wires:
+                found[c].compute_terms.append(works)
+        for wire in self.comm_terms:
             for c in dict.fromkeys(cut[0] for cut in wire.cuts):
-                found[c].wires.append(wire)
-        for move in self.moves:
+                found[c].comm_terms.append(wire)
+        for move in self.move_terms:
             for c in dict.fromkeys(cut[0] for cut in move.cuts):
-                found[c].moves.append(move)
+                found[c].move_terms.append(move)
         return found
 
     def alike(self, c: int, shares: Sequence[object]) -> object:
@@ -369,9 +369,9 @@ class ClassCosts:
         for cls, terms in zip(self.classes.all, self.by_class, strict=True):
             place = {cls.index: 0}
             parts = lambda cuts, place=place: tuple([(place.setdefault(c, len(place)), depth) for c, depth in cuts])
-            loads = tuple([(parts(w.cuts), tuple(w.counts.items())) for w in terms.works])
-            sent = tuple([(parts(w.times), parts(w.over), w.load) for w in terms.wires])
-            moved = tuple([(parts(b.cuts), b.load) for b in terms.moves])
+            loads = tuple([(parts(w.cuts), tuple(w.counts.items())) for w in terms.compute_terms])
+            sent = tuple([(parts(w.times), parts(w.over), w.load) for w in terms.comm_terms])
+            moved = tuple([(parts(b.cuts), b.load) for b in terms.move_terms])
             kinds = tuple([(self.classes.all[c].axes, self.classes.all[c].units) for c in place])
             number = numbers.setdefault((kinds, loads, sent, moved), len(numbers))
             found.append((number, tuple(place)[1:]))
@@ -380,7 +380,7 @@ class ClassCosts:
     def lanes(self, c: int) -> set[int]:
         """The lanes over which contractions that a class divides extend."""
         found: set[int] = set()
-        for works in self.by_class[c].works:
+        for works in self.by_class[c].compute_terms:
             for k, cut in enumerate(works.cuts):
                 found |= {w.lanes[k] for w in works.counts if cut[0] == c}
         return found - {0}

@@ -35,7 +35,7 @@ class RatioLP:
 
     def __init__(
         self,
-        loads: ClassCosts,
+        class_costs: ClassCosts,
         memory: MemoryProfile,
         axes: tuple[int, ...],
         kind_of: npt.NDArray[np.int64],
@@ -45,10 +45,10 @@ class RatioLP:
         *,
         apart: bool = False,
     ) -> None:
-        self.loads, self.memory, self.sizes, self.costs = loads, memory, sizes, loads.costs
+        self.class_costs, self.memory, self.sizes, self.costs = class_costs, memory, sizes, class_costs.costs
         self.axes, self.kind_of = axes, kind_of
-        self.classes = [c.index for c in loads.classes.all if c.axes == axes and c.index not in pinned]
-        self.works, self.wires = self._counted()
+        self.classes = [c.index for c in class_costs.classes.all if c.axes == axes and c.index not in pinned]
+        self.compute_terms, self.comm_terms = self._counted()
         place = self.costs.position(axes)
         idle = np.bincount(place, active, minlength=kind_of.size) == 0
         self.kinds = [k for k in range(int(kind_of.max()) + 1) if not idle[kind_of == k].all()]
@@ -67,11 +67,11 @@ class RatioLP:
 
     def _counted(self) -> tuple[Sequence[ComputeTerm], Sequence[CommTerm]]:
         """The terms of the objective."""
-        return self.loads.works, self.loads.wires
+        return self.class_costs.compute_terms, self.class_costs.comm_terms
 
     def _alike(self, c: int) -> object:
         """A key that is equal for classes with equal costs, all others being at `sizes`."""
-        return self.loads.alike(c, self.sizes.shares)
+        return self.class_costs.alike(c, self.sizes.shares)
 
     def solve(self, points: Sequence[int], limit: float, left: float = np.inf) -> dict[int, Floats] | None:
         """Class -> fraction per position, or None where it has no solution, or the solver finds none within the `left`
@@ -147,7 +147,7 @@ class RatioLP:
         """Positions along the first `depth` axes grouped by equal kinds: the first position of each group [groups], and
         the group of each position [positions]."""
         if depth not in self._positions:
-            inner = prod(self.loads.classes.lengths[a] for a in self.axes[depth:])
+            inner = prod(self.class_costs.classes.lengths[a] for a in self.axes[depth:])
             number: dict[bytes, int] = {}
             rows = self.kind_of.reshape(-1, inner)
             which = np.array([number.setdefault(row.tobytes(), len(number)) for row in rows], dtype=np.int64)
@@ -157,7 +157,7 @@ class RatioLP:
     def _share(self, cut: Cut, position: int) -> dict[int, float]:
         """A cut's share at one position along its own axes, as a row: a sum where the class has minor axes besides."""
         c, depth = self.leader[cut[0]], cut[1]
-        inner = self.kind_of.size // int(np.prod([self.loads.classes.lengths[a] for a in self.axes[:depth]]))
+        inner = self.kind_of.size // int(np.prod([self.class_costs.classes.lengths[a] for a in self.axes[:depth]]))
         row: dict[int, float] = {}
         for p in range(position * inner, (position + 1) * inner):
             if p in self.kind_at:
@@ -182,7 +182,7 @@ class RatioLP:
 
     def _add_wires(self) -> None:
         self._add_largest()
-        for wire in self.wires:
+        for wire in self.comm_terms:
             for n, cut in enumerate(wire.times):
                 if cut[0] not in self.column:
                     continue
@@ -194,7 +194,7 @@ class RatioLP:
                 self._add_sent(self._largest(cut), rest)
 
     def _add_works(self) -> None:
-        for works in self.works:
+        for works in self.compute_terms:
             mine = [k for k, cut in enumerate(works.cuts) if cut[0] in self.column]
             if not mine:
                 continue
@@ -205,7 +205,7 @@ class RatioLP:
             place = self.costs.position(self.axes[: works.cuts[k][1]])
             which = self._unlike(works.cuts[k][1])[1][place]
             held = self._held(works.cuts[k])
-            others = [held if n == k else self.loads.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
+            others = [held if n == k else self.class_costs.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
             some = distinct(self.costs.kind_of, [which, held, *others])
             shares = [self._share(works.cuts[k], int(p)) for p in place[some]]
             streams = self._streams[some].tolist()
@@ -235,7 +235,7 @@ class RatioLP:
             return cut if isinstance(cut, Even) else (self.leader.get(cut[0], cut[0]), cut[1])
 
         together: dict[tuple[Cut | Even, Cut | Even], float] = {}
-        for b in self.loads.boundaries:
+        for b in self.class_costs.boundaries:
             decided = {cut[0] for cut in (b.old, b.new) if not isinstance(cut, Even)}
             if not decided & self.column.keys():
                 continue
@@ -261,7 +261,7 @@ class RatioLP:
         that all take no less than even ones. The latencies are there or not, which no linear program can tell."""
         together: dict[tuple[object, ...], float] = {}
         shown: dict[tuple[object, ...], tuple[RoundsTerm, Cut, Floats, bool]] = {}
-        for term in self.loads.rounds:
+        for term in self.class_costs.rounds:
             nbytes = float(term.held(lambda c: largest_of(self.sizes, c)))
             for cut, other, sends in ((term.old, term.new, True), (term.new, term.old, False)):
                 if cut[0] in self.column:
@@ -281,7 +281,7 @@ class RatioLP:
             self.objective.append(0.0)
             self._add_sent(seconds, runs * whole)
             total: dict[int, float] = {}
-            shares = [(p % n, self._share(cut, p)) for p in range(self.loads.classes.along(self.axes[: cut[1]]))]
+            shares = [(p % n, self._share(cut, p)) for p in range(self.class_costs.classes.along(self.axes[: cut[1]]))]
             for away in range(1, n):
                 of_other = np.roll(given, -away if sends else away)
                 rows = {
@@ -302,7 +302,7 @@ class RatioLP:
         if isinstance(cut, Even) or cut[0] not in self.column:
             given = cut.shares if isinstance(cut, Even) else joined_shares(self.sizes, cut)
             return [({}, float(x)) for x in np.cumsum(given)[:-1]]
-        positions = self.loads.classes.along(self.axes[: cut[1]])
+        positions = self.class_costs.classes.along(self.axes[: cut[1]])
         found: list[tuple[dict[int, float], float]] = []
         row: dict[int, float] = {}
         for p in range(positions - 1):
@@ -319,7 +319,7 @@ class RatioLP:
     def _held(self, cut: Cut) -> Floats:
         """The shares at which measured times are evaluated [devices]: those of the last sizes, or even where a device
         has none."""
-        held = self.loads.fraction(self.sizes, cut)
+        held = self.class_costs.fraction(self.sizes, cut)
         return np.where(held > 0, held, 1.0 / (int(self.costs.position(self.axes[: cut[1]]).max()) + 1))
 
     def _add_memory(self, points: Sequence[int], limit: float) -> None:

@@ -240,8 +240,8 @@ def starts(costs: CostModel) -> list[tuple[Floats, EvenDims]]:
             # First: it mostly is the best, and others are given up where they begin above what is known.
             found.insert(0, (speed, of_state(costs.graph, kinship(costs.graph, costs.table))))
         found.append((np.full(costs.n, 1.0 / costs.n), NOTHING))
-    if costs.room.proportions is not None:
-        found.append((costs.room.proportions, NOTHING))
+    if costs.memory_budget.proportions is not None:
+        found.append((costs.memory_budget.proportions, NOTHING))
     return found
 
 

@@ -24,7 +24,7 @@ from hapsynth.search.sizing.ratio_lp import RatioLP
 
 
 def relaxation_bound(
-    loads: ClassCosts,
+    class_costs: ClassCosts,
     memory: MemoryProfile,
     kinds: Mapping[tuple[int, ...], npt.NDArray[np.int64]],
     pinned: dict[int, tuple[int, ...]],
@@ -41,15 +41,17 @@ def relaxation_bound(
     for axes, kind_of in kinds.items():
         # Along several axes, positions of one kind are no longer alike: it matters with which others they are joined.
         alike = kind_of if len(axes) == 1 else np.arange(kind_of.size)
-        lp = _RelaxedLP(loads, memory, axes, alike, np.ones(loads.costs.n), sizes, pinned, apart=bool(points))
+        lp = _RelaxedLP(
+            class_costs, memory, axes, alike, np.ones(class_costs.costs.n), sizes, pinned, apart=bool(points)
+        )
         lps += [lp] if lp.classes else []
-    known = [(w, lp) for lp in lps for w in lp.works], [(w, lp) for lp in lps for w in lp.wires]
+    known = [(w, lp) for lp in lps for w in lp.compute_terms], [(w, lp) for lp in lps for w in lp.comm_terms]
     covered = {w for works_or_wires in known for w, _ in works_or_wires}
-    floor = _UncoveredTerms(loads, sizes, pinned)
+    floor = _UncoveredTerms(class_costs, sizes, pinned)
     found = [lp.least(points, limit, left()) + lp.constant for lp in lps]
-    found += [floor.of_works(works) for works in loads.works if works not in covered]
-    found += [floor.of_rounds(term) for term in loads.rounds]
-    found += [floor.of_wire(replace(wire, seconds=0.0) if wire in covered else wire) for wire in loads.wires]
+    found += [floor.of_works(works) for works in class_costs.compute_terms if works not in covered]
+    found += [floor.of_rounds(term) for term in class_costs.rounds]
+    found += [floor.of_wire(replace(wire, seconds=0.0) if wire in covered else wire) for wire in class_costs.comm_terms]
     return fsum(found)
 
 
@@ -67,17 +69,19 @@ class _RelaxedLP(RatioLP):
     """One family of classes along the same axes."""
 
     def _counted(self) -> tuple[Sequence[ComputeTerm], Sequence[CommTerm]]:
-        free, loads = set(self.classes), self.loads
-        works = [w for w in loads.works if len(w.cuts) == 1 and w.cuts[0][0] in free]
-        return works, [w for w in loads.wires if len(w.times) <= 2 and not w.over and {c for c, _ in w.times} <= free]
+        free, class_costs = set(self.classes), self.class_costs
+        works = [w for w in class_costs.compute_terms if len(w.cuts) == 1 and w.cuts[0][0] in free]
+        return works, [
+            w for w in class_costs.comm_terms if len(w.times) <= 2 and not w.over and {c for c, _ in w.times} <= free
+        ]
 
     def _alike(self, c: int) -> object:
-        return super()._alike(c) if self.loads.alone(c) else c
+        return super()._alike(c) if self.class_costs.alone(c) else c
 
     def _add_wires(self) -> None:
         self._add_largest()
-        for wire in self.wires:
-            least = [_even(self.loads, cut) for cut in wire.times]
+        for wire in self.comm_terms:
+            least = [_even(self.class_costs, cut) for cut in wire.times]
             for n, cut in enumerate(wire.times):
                 self.objective[self._largest(cut)] += wire.seconds * prod(least) / least[n]
             self.constant -= (len(least) - 1) * wire.seconds * prod(least)
@@ -98,13 +102,13 @@ class _RelaxedLP(RatioLP):
 class _UncoveredTerms:
     """Lower bounds on the works and collectives that are in no linear program."""
 
-    def __init__(self, loads: ClassCosts, sizes: Sizes, pinned: dict[int, tuple[int, ...]]) -> None:
-        self.loads, self.sizes, self.pinned = loads, sizes, pinned
+    def __init__(self, class_costs: ClassCosts, sizes: Sizes, pinned: dict[int, tuple[int, ...]]) -> None:
+        self.class_costs, self.sizes, self.pinned = class_costs, sizes, pinned
 
     def of_works(self, works: ComputeTerm) -> float:
-        costs = self.loads.costs
+        costs = self.class_costs.costs
         if all(c in self.pinned for c, _ in works.cuts):
-            shares = [self.loads.fraction(self.sizes, cut) for cut in works.cuts]
+            shares = [self.class_costs.fraction(self.sizes, cut) for cut in works.cuts]
             return fsum(count * costs.time(work, shares) for work, count in works.counts.items())
         ideal = costs.ideal_times(works.counts)
         return fsum(count * seconds for count, seconds in zip(works.counts.values(), ideal, strict=True))
@@ -117,10 +121,10 @@ class _UncoveredTerms:
 
     def _least(self, cut: Cut) -> float:
         """The least that the largest share of a cut can be."""
-        return largest_of(self.sizes, cut) if cut[0] in self.pinned else _even(self.loads, cut)
+        return largest_of(self.sizes, cut) if cut[0] in self.pinned else _even(self.class_costs, cut)
 
 
-def _even(loads: ClassCosts, cut: Cut) -> float:
+def _even(class_costs: ClassCosts, cut: Cut) -> float:
     """The least that the largest share of a cut can be."""
     c, depth = cut
-    return 1.0 / prod(loads.classes.lengths[a] for a in loads.classes.all[c].axes[:depth])
+    return 1.0 / prod(class_costs.classes.lengths[a] for a in class_costs.classes.all[c].axes[:depth])

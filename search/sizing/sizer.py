@@ -83,14 +83,14 @@ class Sizer:
     @property
     def limit(self) -> float:
         """Bytes that each device may hold, as counted (`MemoryBudget`)."""
-        return self.costs.room.limit
+        return self.costs.memory_budget.limit
 
     @cached_property
     def memory(self) -> MemoryProfile:
         return MemoryProfile(self.program, self.classes, self.costs, self._under_way)
 
     @cached_property
-    def loads(self) -> ClassCosts:
+    def class_costs(self) -> ClassCosts:
         found = ClassCosts(self.program, self.classes, self.costs)
         found.numbers = self._known.numbers
         return found
@@ -118,7 +118,7 @@ class Sizer:
     def best(self, start: Floats) -> Sizes:
         """The cheapest sizes found within `limit`; where none keep it, those that hold the least. Kinds are also left
         out, slowest first, where that pays. `start`: weights of the devices."""
-        room = self.costs.room.proportions
+        room = self.costs.memory_budget.proportions
         candidates = [self.fixed(w) for w in (start, np.ones(self.costs.n), room) if w is not None]
         if len(self.pinned) == len(self.classes.all):
             return candidates[0]
@@ -165,11 +165,11 @@ class Sizer:
 
     def variable_cost(self, sizes: Sizes) -> float:
         """Seconds of everything that sizes decide; the rest of the program costs the same at all sizes."""
-        return self.loads.cost(sizes)
+        return self.class_costs.cost(sizes)
 
     def bound(self, sizes: Sizes) -> float:
         """A lower bound on `variable_cost`, in seconds, over all sizes within `limit`."""
-        bound = relaxation_bound(self.loads, self.memory, self.kinds, self.pinned, sizes, self.limit, self._left)
+        bound = relaxation_bound(self.class_costs, self.memory, self.kinds, self.pinned, sizes, self.limit, self._left)
         return min(bound, self.variable_cost(sizes))
 
     def _optimized(self, weights: Floats, active: np.ndarray) -> Sizes:
@@ -177,7 +177,12 @@ class Sizer:
         sizes = self.fixed(weights)
         if not self.classes.all:
             return sizes
-        if len(self.families) > 1 or self.loads.has_products or self.loads.has_curves or self.loads.moves:
+        if (
+            len(self.families) > 1
+            or self.class_costs.has_products
+            or self.class_costs.has_curves
+            or self.class_costs.move_terms
+        ):
             # The linear programs depend on these.
             sizes = self._whole_units(self._fractions(sizes))
         points: set[int] = set()
@@ -186,7 +191,7 @@ class Sizer:
             before = self._fractions(sizes)
             solved = dict(before)
             for axes in self.families:
-                given = self.loads, self.memory, axes, self.kinds[axes], active, sizes, self.pinned
+                given = self.class_costs, self.memory, axes, self.kinds[axes], active, sizes, self.pinned
                 lp = RatioLP(*given, apart=bool(points))
                 if not lp.classes:
                     continue
@@ -207,20 +212,20 @@ class Sizer:
                     # Rounding to whole units overshot.
                     allowed *= self.limit / float(alive.max())
                 points.add(int(alive.argmax()))
-            elif settled or not (self.loads.has_products or self.loads.has_curves):
+            elif settled or not (self.class_costs.has_products or self.class_costs.has_curves):
                 break
         return sizes
 
     def besides(self, sizes: Sizes, busy: Mapping[int, float]) -> dict[int, float]:
         """The part of the `busy` seconds of each kind of device and of the link that does not depend on sizes."""
-        kind_of, loads = self.costs.kind_of, self.loads
+        kind_of, class_costs = self.costs.kind_of, self.class_costs
         found = dict(busy)
-        for works in loads.works:
-            table = loads.table(works)
-            seconds = table.counts @ table.busy(kind_of, [loads.fraction(sizes, cut) for cut in works.cuts])
+        for works in class_costs.compute_terms:
+            table = class_costs.table(works)
+            seconds = table.counts @ table.busy(kind_of, [class_costs.fraction(sizes, cut) for cut in works.cuts])
             for kind in range(len(self.costs.kinds)):
                 found[kind] -= float(seconds[kind_of == kind].max())
-        found[LINK] -= loads.sent_seconds(sizes)
+        found[LINK] -= class_costs.sent_seconds(sizes)
         return {resource: max(0.0, seconds) for resource, seconds in found.items()}
 
     def balanced(self, sizes: Sizes, besides: Mapping[int, float], exposed: float) -> Sizes:
@@ -231,7 +236,7 @@ class Sizer:
             before = self._fractions(found)
             solved = dict(before)
             for axes in self.families:
-                given = self.loads, self.memory, axes, self.kinds[axes], np.ones(self.costs.n), found, self.pinned
+                given = self.class_costs, self.memory, axes, self.kinds[axes], np.ones(self.costs.n), found, self.pinned
                 lp = MakespanLP(*given, besides=besides, exposed=exposed, apart=bool(points))
                 fractions = lp.solve(sorted(points), self.limit, self._left()) if lp.classes else {}
                 if fractions is None:
@@ -243,7 +248,7 @@ class Sizer:
                 if int(alive.argmax()) in points:
                     break
                 points.add(int(alive.argmax()))
-            elif not (self.loads.has_products or self.loads.has_curves or len(self.families) > 1) or all(
+            elif not (self.class_costs.has_products or self.class_costs.has_curves or len(self.families) > 1) or all(
                 np.allclose(solved[c], before[c], atol=1e-3) for c in solved
             ):
                 return found
@@ -267,7 +272,7 @@ class Sizer:
         known, numbers = self._known.shares, [0] * len(shares)
 
         def found(c: int, sizes: Sizes, most: tuple[int, ...]) -> tuple[int, ...]:
-            key = (self.loads.alike(c, numbers), numbers[c], most, together)
+            key = (self.class_costs.alike(c, numbers), numbers[c], most, together)
             if key not in known:
                 better = self._of_class(c, sizes, most, together=together)
                 if self._left() <= 0:
@@ -299,7 +304,7 @@ class Sizer:
     def _room(self, c: int, sizes: Sizes, counted: Floats, limit: float) -> tuple[int, ...]:
         """The units that each position or, padded, any may have of a class: as many as now, or more where the memory
         allows it. `counted`: as `MemoryProfile.counted`."""
-        cls, exact = self.classes.all[c], self.costs.room.exact
+        cls, exact = self.classes.all[c], self.costs.memory_budget.exact
         now = sizes.shares[c] if exact else (max(sizes.shares[c]),)
         if len(cls.axes) > 1:
             return now
@@ -319,7 +324,7 @@ class Sizer:
             if allotted is not None:
                 yield allotted
             return
-        for tile, rest in product(sorted(self.loads.tiles(c)), held):
+        for tile, rest in product(sorted(self.class_costs.tiles(c)), held):
             others = [k for k in held if k != rest]
             for up in product((0, 1), repeat=len(others)):
                 aligned = shares.copy()
@@ -335,7 +340,7 @@ class Sizer:
         """The cheapest of a class's shares and those aligned to tiles, then single units moved between positions while
         the class's true cost falls; no share above `most`, of its position or of all. `together`: units of whole groups
         are moved as well."""
-        units = ClassUnits(self.loads, c, sizes)
+        units = ClassUnits(self.class_costs, c, sizes)
         if not units.decides:
             return sizes.shares[c]
         current = np.array(sizes.shares[c], dtype=np.int64)

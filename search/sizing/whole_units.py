@@ -42,11 +42,11 @@ class Move(NamedTuple):
 class ClassUnits:
     """The cost that a class's units decide. `shares`: those that single moves begin from."""
 
-    def __init__(self, loads: ClassCosts, c: int, sizes: Sizes) -> None:
-        self.loads, self.c, self.sizes = loads, c, sizes
-        self.cls = loads.classes.all[c]
-        works, self._wires, self._moves = loads.by_class[c]
-        self.kind_of = loads.costs.kinds_along(self.cls.axes)
+    def __init__(self, class_costs: ClassCosts, c: int, sizes: Sizes) -> None:
+        self.class_costs, self.c, self.sizes = class_costs, c, sizes
+        self.cls = class_costs.classes.all[c]
+        works, self._comm_terms, self._move_terms = class_costs.by_class[c]
+        self.kind_of = class_costs.costs.kinds_along(self.cls.axes)
         self._layers: dict[int, _Layer] = {}
         self._terms: list[tuple[int, slice, Floats]] = []
         """Per table: the depth of the cut, its rows in that layer, and their runs."""
@@ -54,19 +54,19 @@ class ClassUnits:
             (k,) = [k for k, cut in enumerate(mine.cuts) if cut[0] == c]
             depth = mine.cuts[k][1]
             if depth not in self._layers:
-                self._layers[depth] = _Layer(loads.costs, self.cls.axes[:depth], self.cls.units)
+                self._layers[depth] = _Layer(class_costs.costs, self.cls.axes[:depth], self.cls.units)
             layer = self._layers[depth]
             others = [None if cut[0] == c else cut for cut in mine.cuts]
-            layer.fractions.update({cut: loads.fraction(sizes, cut) for cut in others if cut is not None})
-            table = loads.table(mine)
+            layer.fractions.update({cut: class_costs.fraction(sizes, cut) for cut in others if cut is not None})
+            table = class_costs.table(mine)
             self._terms.append((depth, layer.add(table, others), table.counts))
-        cuts = [cut for w in self._wires for cut in w.cuts]
-        cuts += [cut for b in self._moves for cut in b.over]
+        cuts = [cut for w in self._comm_terms for cut in w.cuts]
+        cuts += [cut for b in self._move_terms for cut in b.over]
         self._fixed = {cut: largest_of(sizes, cut) for cut in cuts if cut[0] != c}
         self._depths = sorted({depth for other, depth in cuts if other == c})
         """Depths at which the largest joined share counts."""
         # Over a largest share wires grow as it falls, and what moves may be less wherever a unit goes.
-        self._any_helps = any(cut[0] == c for w in self._wires for cut in w.over) or bool(self._moves)
+        self._any_helps = any(cut[0] == c for w in self._comm_terms for cut in w.over) or bool(self._move_terms)
         self._sent: dict[tuple[int, ...], Floats] = {}
         self.shares = np.zeros(0, dtype=np.int64)
         self.evaluated = 0
@@ -75,7 +75,7 @@ class ClassUnits:
     @property
     def decides(self) -> bool:
         """Whether the class has any cost."""
-        return bool(self._terms or self._wires or self._moves)
+        return bool(self._terms or self._comm_terms or self._move_terms)
 
     def seconds(self, trials: Ints) -> Floats:
         """Seconds of each trial [trials], for shares [trials, positions]."""
@@ -99,9 +99,9 @@ class ClassUnits:
         seconds = np.zeros(count)
         for depth, rows, counts in self._terms:
             seconds += (terms[depth][:, rows] * counts).sum(axis=-1)
-        if self._wires:
+        if self._comm_terms:
             seconds = self._with_wires(seconds, largest)
-        for b in self._moves:
+        for b in self._move_terms:
             assert trials is not None
             of_depth = dict(zip(self._depths, largest, strict=True))
             largest_share = lambda cut, of_depth=of_depth: (
@@ -126,14 +126,16 @@ class ClassUnits:
         if largest not in self._sent:
             share = {(self.c, d): held / self.cls.units for d, held in zip(self._depths, largest, strict=True)}
             share.update(self._fixed)
-            self._sent[largest] = np.array([float(w.at(share.__getitem__)) for w in self._wires])
+            self._sent[largest] = np.array([float(w.at(share.__getitem__)) for w in self._comm_terms])
         return self._sent[largest]
 
     def _joined(self, shares: Ints, depth: int) -> Ints:
         """Per position along the first axes [..., positions]: those of minor axes joined."""
         if depth == len(self.cls.axes):
             return shares
-        return shares.reshape(*shares.shape[:-1], self.loads.classes.along(self.cls.axes[:depth]), -1).sum(axis=-1)
+        return shares.reshape(*shares.shape[:-1], self.class_costs.classes.along(self.cls.axes[:depth]), -1).sum(
+            axis=-1
+        )
 
     def _shards(self, cut: Cut | Even, trials: Ints) -> Floats:
         if isinstance(cut, Even):
@@ -151,8 +153,10 @@ class ClassUnits:
         layer = self._layers.get(depth)
         if layer is None:
             return None
-        tiles = self.loads.costs.figures.tile.tolist()
-        window = max([t * self.cls.units // n for n in self.loads.lanes(self.c) for t in tiles if n >= t], default=1)
+        tiles = self.class_costs.costs.figures.tile.tolist()
+        window = max(
+            [t * self.cls.units // n for n in self.class_costs.lanes(self.c) for t in tiles if n >= t], default=1
+        )
         low, high = np.maximum(shares - window, 0), np.minimum(shares + window, most)
         high = np.where(shares > 0, high, 0)
         wanted = self.cls.units - int(low.sum())
@@ -284,7 +288,7 @@ class ClassUnits:
             left = np.maximum(top.without(source // inner), joined[source // inner] - 1)
             held.append(np.where(to == source // inner, top.first, np.maximum(left, joined[to] + 1)).astype(np.int64))
         trials = None
-        if self._moves:
+        if self._move_terms:
             trials = np.tile(self.shares, (targets.size, 1))
             trials[:, source] -= 1
             trials[np.arange(targets.size), targets] += 1
@@ -292,7 +296,7 @@ class ClassUnits:
 
     def _inner(self, depth: int) -> int:
         """The number of positions that are joined in one at a depth."""
-        return self.shares.size // self.loads.classes.along(self.cls.axes[:depth])
+        return self.shares.size // self.class_costs.classes.along(self.cls.axes[:depth])
 
 
 class _Top(NamedTuple):

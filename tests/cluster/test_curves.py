@@ -197,7 +197,7 @@ def test_a_plan_on_measured_figures() -> None:
     assert saved >= 0
     true = program_cost(result.program, even, costs) - program_cost(result.program, result.sizes, costs)
     assert saved == pytest.approx(true, rel=1e-6, abs=1e-12)
-    assert sizer.loads.has_curves
+    assert sizer.class_costs.has_curves
 
 
 @pytest.mark.parametrize("curves", [False, True])

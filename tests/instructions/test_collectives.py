@@ -37,7 +37,7 @@ from hapsynth.plan import Form
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.cost.network import PRICES, ROUND, TWICE_ROUND, Price, PriceOfLevels, axis_links
 from hapsynth.search.cost.program_cost import conversion_cost, largest_share, padded_bytes, shares_of
-from hapsynth.search.memory.collective_buffers import wires
+from hapsynth.search.memory.collective_buffers import collective_buffers
 from hapsynth.search.memory.profile import MemoryProfile
 from hapsynth.search.memory.xla_kernels import bundles
 
@@ -165,7 +165,7 @@ def assert_the_same(name: str, lengths: tuple[int, ...], kind: str) -> None:
         assert isinstance(step, Convert)
         seconds, wire = conversion_cost(model, sizes, step)
         assert (seconds > 0, wire > 0) == (step.is_collective,) * 2 or step.collective.recuts
-    _, buffers = wires(graph, program, [], ALONE.bundled_bytes, {})
+    _, buffers = collective_buffers(graph, program, [], ALONE.bundled_bytes, {})
     assert all(0 < b.nbytes <= n * 4 * prod(SHAPE) for b in buffers)
     xs = [i + np.arange(prod(SHAPE), dtype=np.float32).reshape(SHAPE) for i in range(len(found))]
     for form in (Lowered, Staged):

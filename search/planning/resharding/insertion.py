@@ -93,8 +93,10 @@ class ReshardInserter:
     def _losses(self, best: Candidate) -> Iterator[tuple[int, list[tuple[float, Floats]]]]:
         """Classes that one axis cuts and nobody owns, over unlike devices; of each work of theirs, the seconds that it
         would save at the ratio that suits it, and this. Of classes that are alike, the first."""
-        loads, classes = best.sizer.loads, best.sizer.classes
-        alike = {(loads.alike(c.index, best.sizes.shares), best.sizes.shares[c.index]): c for c in classes.all[::-1]}
+        class_costs, classes = best.sizer.class_costs, best.sizer.classes
+        alike = {
+            (class_costs.alike(c.index, best.sizes.shares), best.sizes.shares[c.index]): c for c in classes.all[::-1]
+        }
         for cls in alike.values():
             if cls.owner is not None or not cls.units or any(len(m[2]) > 1 for m in cls.members):
                 continue
@@ -106,9 +108,9 @@ class ReshardInserter:
             held: list[list[Floats]] = []
             suited: list[list[Floats]] = []
             ratios: list[Floats] = []
-            works = [(work, mine) for mine in loads.by_class[cls.index].works for work in mine.counts]
+            works = [(work, mine) for mine in class_costs.by_class[cls.index].compute_terms for work in mine.counts]
             for work, mine in works:
-                shares = [loads.fraction(best.sizes, cut) for cut in mine.cuts]
+                shares = [class_costs.fraction(best.sizes, cut) for cut in mine.cuts]
                 k = next(k for k, cut in enumerate(mine.cuts) if cut[0] == cls.index)
                 own = np.where(shares[k] > 0, shares[k], 1.0 / len(members))
                 busy = cost.device_times(work, [*shares[:k], own, *shares[k + 1 :]]) - cost.overhead * work.launches

@@ -27,7 +27,7 @@ def planned(request: pytest.FixtureRequest):
 def test_all_share_one_index(planned) -> None:
     costs, result = planned
     sizer = Sizer(result.program, result.sizes.classes, costs)
-    index = sizer.loads.index
+    index = sizer.class_costs.index
     assert ProgramIndex.of(result.program, result.sizes.classes, costs) is index is sizer.memory.index
     assert MemoryProfile(result.program, result.sizes.classes, costs).index is index
     # Classes of its own, or another model: another index.

@@ -113,7 +113,7 @@ def test_no_program_holds_less_than_the_bound_counts(make: Callable[[], Graph], 
     graph = make()
     even = cluster([1.0] * devices)
     room = MemoryBudget((3e9, 1e9) * (devices // 2), exact=True) if exact else None
-    costs = CostModel(graph, even, FactorTable(graph), room=room)
+    costs = CostModel(graph, even, FactorTable(graph), memory_budget=room)
     structure = ChoiceSpace(graph, costs.table, sparing=True)
     weights = proportional([2.0, 1.0] * (devices // 2) if exact else [1.0] * devices)
     builder = ProblemBuilder(structure, costs, Ratios(graph, costs.table, weights))

@@ -330,10 +330,10 @@ def test_a_result_waits_for_the_next_collective_but_one() -> None:
 def test_pinned_programs_of_exact_shards_hold_each_devices_own() -> None:
     plan = example_plan("mlp", "mixed8")
     model = costs(plan)
-    model.room = replace(model.room, exact=False)
+    model.memory_budget = replace(model.memory_budget, exact=False)
     padded = [held_pinned(plan.program, plan.sizes, model, d, Library()) for d in range(plan.used.n)]
     assert len(set(padded)) == 1
-    model.room = replace(model.room, exact=True)
+    model.memory_budget = replace(model.memory_budget, exact=True)
     exact = [held_pinned(plan.program, plan.sizes, model, d, Library()) for d in range(plan.used.n)]
     assert max(exact) <= padded[0]
     # So much that it is fullest at a contraction.

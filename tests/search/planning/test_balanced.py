@@ -221,13 +221,13 @@ def test_what_sizes_decide_of_its_cost(measured: dict[str, Curve]) -> None:
     """All but what even shards take is counted where sizes are chosen."""
     plan = gathering(0.0, 2.0, collectives={"hap": measured})
     costs, classes = plan.cost_model(), plan.sizes.classes
-    loads = ClassCosts(plan.program, classes, costs)
-    assert [b.new for b in loads.boundaries] == [Even(4, 4)]
-    assert not loads.wires
+    class_costs = ClassCosts(plan.program, classes, costs)
+    assert [b.new for b in class_costs.boundaries] == [Even(4, 4)]
+    assert not class_costs.comm_terms
     found: list[float] = []
     for shares in ((240, 80, 80, 80), (120, 120, 120, 120), (400, 0, 40, 40), (0, 0, 0, 480), (121, 119, 1, 239)):
         sizes = Sizes(plan.traced.graph, classes, (shares,) * len(classes.all))
-        found.append(program_cost(plan.program, sizes, costs) - loads.cost(sizes))
+        found.append(program_cost(plan.program, sizes, costs) - class_costs.cost(sizes))
     assert found == pytest.approx([found[0]] * len(found))
 
 

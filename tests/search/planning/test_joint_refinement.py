@@ -471,7 +471,7 @@ def test_no_program_that_fits_is_below_the_bound(bandwidth: float, exact: bool) 
     """Programs at a grid of ratios, the cheapest at many prices of what is held at some op: those within a limit are no
     cheaper than the bound within it, in any ranges and in ones around their ratios."""
     graph, devices = short_of_memory(), cluster([3.0, 1.0], bandwidth=bandwidth)
-    costs = CostModel(graph, devices, FactorTable(graph), room=MemoryBudget((1e9, 1e9), exact=exact))
+    costs = CostModel(graph, devices, FactorTable(graph), memory_budget=MemoryBudget((1e9, 1e9), exact=exact))
     structure, rng = ChoiceSpace(graph, costs.table, sparing=True), np.random.default_rng(7)
     programs: list[tuple[float, float, float]] = []
     for first in (0.25, 0.5, 0.625, 0.75, 0.875) if THOROUGH else (0.5, 0.75):

@@ -347,14 +347,14 @@ def test_what_sizes_decide_of_its_cost() -> None:
     plan = planned(4, 0.5, 1e-5)
     assert plan.program.collectives() == {STEP: 1}
     costs, classes = plan.cost_model(), plan.sizes.classes
-    loads = ClassCosts(plan.program, classes, costs)
-    assert (len(loads.rounds), loads.wires, loads.has_products) == (1, [], True)
+    class_costs = ClassCosts(plan.program, classes, costs)
+    assert (len(class_costs.rounds), class_costs.comm_terms, class_costs.has_products) == (1, [], True)
     found: list[float] = []
     for shares in ((240, 80, 80, 80), (120, 120, 120, 120), (400, 0, 40, 40), (0, 0, 0, 480), (121, 119, 1, 239)):
         sizes = Sizes(plan.traced.graph, classes, (shares, *plan.sizes.shares[1:]))
-        found.append(program_cost(plan.program, sizes, costs) - loads.cost(sizes))
-        units = ClassUnits(loads, 0, plan.sizes).seconds(np.array([shares, plan.sizes.shares[0]]))
-        assert units[0] - units[1] == pytest.approx(loads.cost(sizes) - loads.cost(plan.sizes))
+        found.append(program_cost(plan.program, sizes, costs) - class_costs.cost(sizes))
+        units = ClassUnits(class_costs, 0, plan.sizes).seconds(np.array([shares, plan.sizes.shares[0]]))
+        assert units[0] - units[1] == pytest.approx(class_costs.cost(sizes) - class_costs.cost(plan.sizes))
     assert found == pytest.approx([found[0]] * len(found))
 
 
@@ -362,11 +362,11 @@ def test_a_linear_program_knows_each_round() -> None:
     """With the shares of one dimension given, those of the other are the best that there are."""
     plan = planned(4, 0.5, 0.0)
     costs, classes = plan.cost_model(), plan.sizes.classes
-    loads, memory = (
+    class_costs, memory = (
         ClassCosts(plan.program, classes, costs),
         MemoryProfile(plan.program, classes, costs),
     )
-    (term,) = loads.rounds
+    (term,) = class_costs.rounds
     draw, given = np.random.default_rng(0), np.array([0.45, 0.25, 0.2, 0.1])
     for free, pinned in ((term.old[0], term.new[0]), (term.new[0], term.old[0])):
         shares = [
@@ -374,7 +374,7 @@ def test_a_linear_program_knows_each_round() -> None:
             for c in classes.all
         ]
         sizes = Sizes(plan.traced.graph, classes, tuple(shares))
-        lp = RatioLP(loads, memory, (0,), np.arange(4), np.ones(4), sizes, {pinned})
+        lp = RatioLP(class_costs, memory, (0,), np.arange(4), np.ones(4), sizes, {pinned})
         found = lp.solve([], np.inf)
         assert found is not None
 
@@ -391,13 +391,13 @@ def test_a_linear_program_knows_each_round() -> None:
 def test_bounds_of_sizes_hold_at_all_sizes() -> None:
     plan = planned(4, 0.5, 0.0)
     costs, classes = plan.cost_model(), plan.sizes.classes
-    loads, memory = (
+    class_costs, memory = (
         ClassCosts(plan.program, classes, costs),
         MemoryProfile(plan.program, classes, costs),
     )
-    bound = relaxation_bound(loads, memory, {(0,): np.zeros(4, np.int64)}, {}, plan.sizes, np.inf, lambda: np.inf)
+    bound = relaxation_bound(class_costs, memory, {(0,): np.zeros(4, np.int64)}, {}, plan.sizes, np.inf, lambda: np.inf)
     even = Sizes(plan.traced.graph, classes, tuple((c.units // 4,) * 4 for c in classes.all))
-    assert 0.9 * loads.cost(even) < bound <= loads.cost(even) < loads.cost(plan.sizes)
+    assert 0.9 * class_costs.cost(even) < bound <= class_costs.cost(even) < class_costs.cost(plan.sizes)
 
 
 def test_two_axes() -> None:

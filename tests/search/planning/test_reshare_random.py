@@ -123,7 +123,7 @@ def test_costs_add_up_and_equal_parts_are_merged(seed: int) -> None:
     assert apart == pytest.approx(sizer.variable_cost(one) - sizer.variable_cost(other), abs=1e-12)
     for c in range(len(one.shares)):
         moved = Sizes(graph, one.classes, (*one.shares[:c], other.shares[c], *one.shares[c + 1 :]))
-        units = ClassUnits(sizer.loads, c, one)
+        units = ClassUnits(sizer.class_costs, c, one)
         if units.decides:
             seconds = units.seconds(np.array([one.shares[c], other.shares[c]]))
             due = sizer.variable_cost(moved) - sizer.variable_cost(one)

@@ -104,7 +104,7 @@ def test_moves_cost_what_the_loads_say(seed: int) -> None:
     shares = lambda total: tuple(np.bincount(rng.integers(6, size=total), minlength=6).tolist())
     sizes = Sizes(graph, found.classes, tuple(shares(c.units) for c in found.classes.all))
     for c in range(len(sizes.shares)):
-        of_class = ClassUnits(found.loads, c, sizes)
+        of_class = ClassUnits(found.class_costs, c, sizes)
         if not of_class.decides:
             continue
         here = np.array(sizes.shares[c])
@@ -143,7 +143,7 @@ def test_group_moves_that_are_left_out_cannot_pay(axes: dict[str, int]) -> None:
         found = Sizer(program, Classes.build(graph, program, of.factors), of.costs)
         sizes = found.fixed(rng.uniform(0.5, 1.5, size=3).repeat(4) * speeds)
         for c, shares in enumerate(map(np.array, sizes.shares)):
-            units = ClassUnits(found.loads, c, sizes)
+            units = ClassUnits(found.class_costs, c, sizes)
             if not units.decides or not units.only_rises:
                 continue
             units.begin(shares)
@@ -175,7 +175,7 @@ def test_groups_move_where_one_position_of_the_major_axis_holds_all_units() -> N
         found = Sizer(program, Classes.build(graph, program, of.factors), of.costs)
         sizes = found.fixed(np.full(6, 1 / 6))
         for c, cls in enumerate(sizes.classes.all):
-            units = ClassUnits(found.loads, c, sizes)
+            units = ClassUnits(found.class_costs, c, sizes)
             if cls.axes == (0, 1) and units.decides:
                 shares = np.array([0, 0, 0, 0, 0, cls.units])
                 for trial in group_moves(shares, units.kind_of, units.seconds):

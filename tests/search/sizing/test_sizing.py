@@ -138,7 +138,7 @@ def test_what_costs_alike_and_holds_unlike_bytes_has_ratios_of_its_own_where_mem
     task = Task(graph, cluster([3.0, 1.0]))
     program = Baselines(task).all(["data_parallel"])["data_parallel"].program
     found = Sizer(program, Classes.build(graph, program, task.factors), task.costs)
-    assert found.loads.alike(0, ()) == found.loads.alike(1, ())
+    assert found.class_costs.alike(0, ()) == found.class_costs.alike(1, ())
     alike = Sizes(graph, found.classes, ((40, 24),) * 2)
     limit = found.memory.peak(alike)
     found = within(found, limit)
