@@ -1,7 +1,7 @@
 """The part of a training step that brings the state forward: gradients, and what the optimizer makes of them.
 
-Conversions there wait for the same and go together (`LoweringOptions.bundled_bytes`), so each is counted its part of
-one collective's latency.
+These conversions become ready together and are bucketed (`LoweringOptions.bundled_bytes`); each pays its part of one
+latency.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ class ChainCosts:
     """What the choices of a plain `builder` come to on each resource of a `ChainSpace`; the stream of a kind is that of
     one of its `devices` [kinds].
 
-    `certain`: whatever ways conversions go. Else they go those that are the cheapest alone, as in the programs that a
-    builder's choices are: so these are told apart the better, but in a bundle others may take less."""
+    `certain`: conversions are priced at the least over all ways, so bounds hold for every program. Otherwise along the
+    ways that are the cheapest alone, as in the programs that a builder makes of its choices: this separates programs
+    better, but in a bundle another way may be cheaper."""
 
     def __init__(self, builder: ProblemBuilder, space: ChainSpace, devices: Ints, *, certain: bool = True) -> None:
         self.builder, self.space, self.devices, self.certain = builder, space, devices, certain

@@ -1,8 +1,9 @@
 """Limits on what a device holds while an op runs, as resources of a formulated problem: see `liveness.py`.
 
-A value that an op only passes by holds what its choice says. An operand that is needed in a layout of which there is
-no tensor is copied for the op, which is known from its choice and the op's together: a variable of its own, tied to
-both, counts it. So does one for a value that is taken before and after: a tensor that both take is held in between.
+A value that is live across an op, but not used by it, occupies the layout that its variable chooses. An operand that is
+needed in a layout of which there is no tensor is copied for the op, which is known from its choice and the op's
+together: a variable of its own, tied to both, counts it. A value used both before and after the op gets such a variable
+too: if both uses take one tensor, that is held in between.
 """
 
 from __future__ import annotations

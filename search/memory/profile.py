@@ -272,12 +272,13 @@ class MemoryProfile:
     def by_cut(
         self, sizes: Sizes, cuts: Collection[Cut], counted: Floats | None = None, points: np.ndarray | None = None
     ) -> tuple[Floats, dict[Held, Floats]]:
-        """What counts at each point, or at some, of what none of `cuts` divides, and what each of them divides, whole,
-        everything else at `sizes`: [rows, points], a row for each device or, padded, one.
+        """Splits the counted bytes at each point (or at `points`) into those that do not depend on `cuts` and, per cut,
+        those that it divides, as if its share were 1; everything else is at `sizes`. [rows, points], a row per device
+        or, padded, one.
 
-        No tensor may have two of them. What an all-to-all sends has: it counts with the second at even shares, the
-        least that its largest can be. Nor is what moves of one in proportion: it counts as nothing. `counted`: in all
-        at these points, where that is known.
+        No tensor may be divided by two of `cuts`, except what an all-to-all sends: it counts with the second at even
+        shares, a lower bound. Rows that move between cuts are not proportional to a share and count as 0. `counted`:
+        the total at these points, if known.
         """
         some = [held for c in cuts for padded in (False, True) if (held := (c, padded)) in self._cuts]
         free = {c for c, _ in cuts}

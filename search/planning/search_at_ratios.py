@@ -98,14 +98,13 @@ class FixedRatioSearch:
         stage: str | None = None,
         despite_interrupt: bool = False,
     ) -> Solution:
-        """The least of an additive problem; KeyboardInterrupt where Ctrl-C was pressed before, unless it is solved
-        `despite_interrupt`.
+        """Solve one additive problem. It ends at the first of: a relative gap of `tolerance` or less; a lower bound of
+        `enough` or more; an assignment that costs `beneath` or less; `seconds`; `max_nodes`.
 
-        `tolerance`: the relative gap that will do; `enough`: a bound that reaches it will do as well; `beneath`: a
-        program that costs no more will do; `seconds`: what it may take; `max_nodes`: nodes that it may expand. `start`:
-        an assignment to begin from; where it is `warm` the dual begins from `messages`, or from those of the best
-        program's search. `tied`: alike variables take the same state, which is soon found and gives no bound. `stage`:
-        what progress is told of instead of the solver's stages, where its costs are of no program.
+        `start`: the initial assignment. `warm`: the dual starts from `messages`, by default those of the best program's
+        search. `tied`: solve the quotient problem, which is fast and gives no bound. `stage`: report progress under
+        this name, with the incumbent's cost, for problems whose costs are no program's. KeyboardInterrupt where Ctrl-C
+        was pressed before, unless `despite_interrupt`.
         """
         if self.clock.interrupted and not despite_interrupt:
             raise KeyboardInterrupt

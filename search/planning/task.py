@@ -27,17 +27,15 @@ from hapsynth.search.solver.options import DEFAULT, SolverOptions
 class PlanningOptions:
     """What is asked of a plan: the options of `synthesize` as the search reads them, and their defaults.
 
-    `memory_limit`: bytes per device, None for what they have. `time_budget_s`: from where a planner is made. `exact`:
-    how shards are stored (`MemoryBudget`). `leave_out`: whether devices that would make the step slower may be left
-    out; none is with a restriction or with ratios, which are for a mesh of all devices. `devices`: the plan is for just
-    these of the cluster's, and so are a restriction and ratios then. `overlap`: the cost of a program is its makespan,
-    with collectives beside what is computed, and the plan's order is that of its timeline. `least_speedup`: where no
-    step with overlap is so many times as fast as the best without, the plan is the one without. `joint_gap`: the joint
-    bound is sought closer until it is within so much of the plan's cost (`JointRefinement`); None for that of one
-    problem.
-    `solver`: how it goes about each problem. `lowering`: the thresholds by which programs are priced, and the plan
-    lowered. `collectives`: the names of the steps (`instructions.collectives.STEPS`) that a program may take beside the
-    usual ones; None: all.
+    `memory_limit`: bytes per device; None: what each device has. `time_budget_s`: seconds, counted from the creation
+    of the planner. `exact`: shards are stored at their own size, not padded (`MemoryBudget`). `leave_out`: the plan may
+    use fewer devices; ignored with a restriction or fixed ratios, which are for a mesh of all devices. `devices`: use
+    just these positions of the cluster; a restriction and ratios then refer to them. `overlap`: minimize the makespan,
+    with collectives beside computing, instead of the sum of all instructions. `least_speedup`: with overlap, return the
+    plan without it unless overlap makes a step this many times as fast. `joint_gap`: tighten the joint bound until it
+    is within this fraction of the plan's cost (`JointRefinement`); None: solve for it once.
+    `solver`: limits and tolerances of each problem. `lowering`: thresholds by which programs are priced and lowered.
+    `collectives`: names of steps (`instructions.collectives.STEPS`) allowed besides the usual ones; None: all.
     """
 
     memory_limit: float | None = None

@@ -130,9 +130,9 @@ class Ratios:
                 self._kin_of.setdefault(node[0], []).append((node[1], k))
 
     def strictly(self) -> Ratios:
-        """The same, but that no op cuts together what has unlike vectors, or one that is not whole in its units: what
-        no sizes allow costs the less for it, and a bound of it is one of nothing. Programs that need other vectors are
-        worth a search, so they are not left out before."""
+        """The same ratios, but an op may cut dimensions together only if they have one vector, and this is whole in the
+        op's units. Without that the problem has programs that no sizes of shards realize, so its bound is looser; they
+        are allowed at first, as such a program may be worth sizing."""
         found = copy(self)
         found.strict = True
         return found

@@ -267,8 +267,8 @@ class Sizer:
         return self._improved(self._nearest(fractions), self.limit)
 
     def _improved(self, shares: Sequence[tuple[int, ...]], limit: float, *, together: bool = False) -> Sizes:
-        """Sizes of less cost, each class by itself: all as if memory were no matter or, where they then hold too much,
-        one after another within what the others leave."""
+        """Sizes of less cost, each class by itself: first without the memory limit; if the result exceeds it, one class
+        after another within what the others leave."""
         known, numbers = self._known.shares, [0] * len(shares)
 
         def found(c: int, sizes: Sizes, most: tuple[int, ...]) -> tuple[int, ...]:

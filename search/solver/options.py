@@ -17,9 +17,9 @@ class SolverOptions:
     dive_nodes: int = 3
     """Per variable, where the heuristic leads straight to an optimum or soon nowhere."""
     worthwhile: float = 0.1
-    """Of the gap: a round that closes so much is followed by another like it."""
+    """Fraction of the gap: a round that closes more is repeated before anything dearer is tried."""
     shrunk: float = 0.5
-    """Where dropping states leaves less than this of them, that is done before anything else."""
+    """If pruning would leave less than this fraction of the states, they are pruned first."""
     droppable: int = 5000
     """With fewer states sweeps cost less than dropping some."""
     elimination_cells: float = 2.0**26

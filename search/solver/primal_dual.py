@@ -1,4 +1,4 @@
-"""One hunt for the least of a value: raise the dual bound, drop states by reduced cost, let A* find it, repeat.
+"""Primal-dual search: raise the dual bound, drop states by reduced cost, run A*, repeat.
 
 A* goes by the dual's cost to go as soon as an assignment read off the dual meets the bound; by the exact one of a
 bucket elimination among as many of the states of least floor as there is room for; and where all that is left is too

@@ -56,9 +56,10 @@ def solve(
     max_nodes: how many search nodes to expand in all, besides the one per variable that leads straight to an end.
     memory_bytes: about what tables and search nodes may take in all; where that is too little the best so far is
     returned with its gap. Ctrl-C returns it too; KeyboardInterrupt is raised if there is none.
-    messages: `Solution.messages` of a problem with the same variables and states, to begin the dual from. None: from
-    that of alike variables as one, which costs some sweeps; of many states it begins so where there are none, too.
-    options: how it goes about it.
+    messages: `Solution.messages` of an earlier problem with the same variables and states, from which the dual starts.
+    None: from the dual of the quotient problem (alike variables merged), which costs some sweeps; so does an empty
+    mapping where variables have more than `options.many_states` states.
+    options: limits and tolerances of each step.
     Raises ValueError for a malformed problem or start. Deterministic, unless the time budget ends it.
     """
     validate(problem)
