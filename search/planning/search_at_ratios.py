@@ -65,7 +65,7 @@ class FixedRatioSearch:
         self._builder: ProblemBuilder | None = None
         """The last builder. Ratios are searched twice where a plan is certified; without ratios there is one search for
         the bytes that all programs hold, and one for their costs."""
-        self._tied_messages: Messages = {}
+        self._quotient_messages: Messages = {}
         """The messages of the last search in which equivalent variables were one."""
 
     @property
@@ -92,7 +92,7 @@ class FixedRatioSearch:
         warm: bool = True,
         messages: Messages | None = None,
         max_nodes: int | None = None,
-        tied: bool = False,
+        quotient: bool = False,
         enough: float = np.inf,
         beneath: float = -np.inf,
         stage: str | None = None,
@@ -102,7 +102,7 @@ class FixedRatioSearch:
         `enough` or more; an assignment that costs `beneath` or less; `seconds`; `max_nodes`.
 
         `start`: the initial assignment. `warm`: the dual starts from `messages`, by default those of the best program's
-        search. `tied`: solve the quotient problem, which is fast and gives no bound. `stage`: report progress under
+        search. `quotient`: solve the quotient problem, which is fast and gives no bound. `stage`: report progress under
         this name, with the incumbent's cost, for problems whose costs are no program's. KeyboardInterrupt where Ctrl-C
         was pressed before, unless `despite_interrupt`.
         """
@@ -112,15 +112,15 @@ class FixedRatioSearch:
         messages = self.incumbent.messages if messages is None else messages
         cost = lambda inner: inner.cost if stage is None else self.incumbent.cost
         tell = lambda inner: self.tell(stage or inner.stage, cost(inner), inner.lower_bound, inner.expanded)
-        limited: dict[str, Any] = {"max_nodes": _LIMITED_NODES} if problem.resources and not tied else {}
-        if self.choices.axes > 2 and not tied:
+        limited: dict[str, Any] = {"max_nodes": _LIMITED_NODES} if problem.resources and not quotient else {}
+        if self.choices.axes > 2 and not quotient:
             limited = {"max_nodes": MANY_AXES_NODES}
         if max_nodes is not None:
             limited = {"max_nodes": max_nodes}
-        solution = (solve_quotient if tied else solve)(
+        solution = (solve_quotient if quotient else solve)(
             problem,
             start=start,
-            messages=self._tied_messages if tied else messages if warm else None,
+            messages=self._quotient_messages if quotient else messages if warm else None,
             tolerance=tolerance,
             enough=enough,
             beneath=beneath,
@@ -129,8 +129,8 @@ class FixedRatioSearch:
             options=self.task.options.solver,
             **limited,
         )
-        if tied:
-            self._tied_messages = solution.messages
+        if quotient:
+            self._quotient_messages = solution.messages
             # What it comes to is noted with those of all variables.
             solution = replace(solution, messages=messages)
         self.clock.interrupted |= solution.interrupted
@@ -303,7 +303,7 @@ class FixedRatioSearch:
     ) -> tuple[Candidate | None, Solution]:
         """The best program within the counted limits, and the solution that it is from."""
         solved = self.cheapest(
-            builder, limits, begin, at_least=at_least, tolerance=tolerance, seconds=self._share, tied=not certain
+            builder, limits, begin, at_least=at_least, tolerance=tolerance, seconds=self._share, quotient=not certain
         )
         best = self.incumbent.best
         if solved.assignment is None:

@@ -21,32 +21,32 @@ from hapsynth.search.solver.reduction import ReducedProblem
 from hapsynth.search.solver.symmetry import VariableSymmetry
 
 
-def priced(hunt: PrimalDualSearch, network: ReducedProblem) -> Floats:
+def priced(search: PrimalDualSearch, network: ReducedProblem) -> Floats:
     """Multipliers [resources] whose Lagrangian bound is nearly the best; incumbents come up on the way.
 
     Every assignment x is a cut: the bound at mu is at most cost(x) + mu . (usage(x) - limits). Alike variables are
     taken as one for this (`symmetry.py`): what comes of it is then no bound yet.
     """
-    problem, run, options = hunt.run.problem, hunt.run, hunt.run.options
+    problem, run, options = search.run.problem, search.run, search.run.options
     limits = padded_limits(problem)
-    ties = VariableSymmetry.of(problem, options)
-    relaxed = _Whole(hunt, network) if ties is None else _Tied(hunt, ties)
-    seen: list[Ints] = [] if hunt.best is None else [hunt.best]
+    symmetry = VariableSymmetry.of(problem, options)
+    relaxed = _Whole(search, network) if symmetry is None else _QuotientLagrangian(search, symmetry)
+    seen: list[Ints] = [] if search.best is None else [search.best]
     best, multipliers, trial = -np.inf, np.zeros(limits.size), np.zeros(limits.size)
     for _ in range(options.price_rounds):
         found, bound = relaxed.least(trial, _last(seen, options.mixed))
-        if hunt.proved(bound if ties is None else -np.inf) or found is None or run.late() or run.full(network):
+        if search.proved(bound if symmetry is None else -np.inf) or found is None or run.late() or run.full(network):
             break
         if bound > best:
             best, multipliers = bound, trial
-        for other in [*([] if hunt.best is None else [hunt.best]), *_last(seen, options.mixed)]:
+        for other in [*([] if search.best is None else [search.best]), *_last(seen, options.mixed)]:
             if run.late():
                 break
-            hunt.offer(patched(problem, found, other, options, run.seconds_left()))
+            search.offer(patched(problem, found, other, options, run.seconds_left()))
         seen.append(found)
-        if ties is None and options.mixed:
-            _mix(hunt, network, _last(seen, options.mixed), multipliers)
-        run.report("price", hunt)
+        if symmetry is None and options.mixed:
+            _mix(search, network, _last(seen, options.mixed), multipliers)
+        run.report("price", search)
         ceiling, trial = _next_prices(problem, limits, seen, multipliers)
         if ceiling - best <= 2 * options.price_tolerance * abs(best):
             break
@@ -60,66 +60,68 @@ def _last(seen: list[Ints], count: int) -> list[Ints]:
 class _Whole:
     """The Lagrangian of a network."""
 
-    def __init__(self, hunt: PrimalDualSearch, network: ReducedProblem) -> None:
-        self.hunt, self.network = hunt, network
+    def __init__(self, search: PrimalDualSearch, network: ReducedProblem) -> None:
+        self.search, self.network = search, network
 
     def least(self, multipliers: Floats, starts: Sequence[Ints]) -> tuple[Ints | None, float]:
         """An assignment that nearly has the least, and a bound on it."""
-        problem = self.hunt.run.problem
+        problem = self.search.run.problem
         limits = padded_limits(problem)
 
         def lagrangian(x: Ints) -> float:
             return problem.cost(x) + float(multipliers @ (problem.usage(x) - limits))
 
-        options = self.hunt.run.options
-        tolerance = max(self.hunt.tolerance, options.price_tolerance)
-        inner = PrimalDualSearch(self.hunt.run, lagrangian, tolerance, self.hunt, limited=False)
+        options = self.search.run.options
+        tolerance = max(self.search.tolerance, options.price_tolerance)
+        inner = PrimalDualSearch(self.search.run, lagrangian, tolerance, self.search, limited=False)
         for x in starts:
             inner.offer(x)
         inner.close(self.network.relaxed(multipliers), np.zeros(0), options.searches[:1])
         return inner.best, inner.lower_bound
 
 
-class _Tied:
+class _QuotientLagrangian:
     """The Lagrangian with alike variables as one."""
 
-    def __init__(self, hunt: PrimalDualSearch, ties: VariableSymmetry) -> None:
-        self.hunt, self.ties = hunt, ties
-        self.limits = padded_limits(hunt.run.problem)
-        self.usage = [ties.usage(r) for r in hunt.run.problem.resources]
+    def __init__(self, search: PrimalDualSearch, symmetry: VariableSymmetry) -> None:
+        self.search, self.symmetry = search, symmetry
+        self.limits = padded_limits(search.run.problem)
+        self.usage = [symmetry.usage(r) for r in search.run.problem.resources]
         self.messages: Messages = {}
 
     def least(self, multipliers: Floats, starts: Sequence[Ints]) -> tuple[Ints | None, float]:
         """As `_Whole`'s; no bound on what may treat alike variables unlike."""
-        tied, run = self.ties.tied, self.hunt.run
-        priced = [u + sum(m * used[k] for m, used in zip(multipliers, self.usage)) for k, u in enumerate(tied.unary)]
-        problem = replace(tied, unary=tuple(priced), offset=tied.offset - float(multipliers @ self.limits))
-        tolerance = max(self.hunt.tolerance, run.options.price_tolerance)
+        quotient, run = self.symmetry.quotient, self.search.run
+        priced = [
+            u + sum(m * used[k] for m, used in zip(multipliers, self.usage)) for k, u in enumerate(quotient.unary)
+        ]
+        problem = replace(quotient, unary=tuple(priced), offset=quotient.offset - float(multipliers @ self.limits))
+        tolerance = max(self.search.tolerance, run.options.price_tolerance)
         # What it comes to is no cost of the problem's, nor a bound on it: it is told to nobody.
         quiet = replace(run, problem=problem, tolerance=tolerance, enough=np.inf, beneath=-np.inf, progress=None)
-        part = replace(quiet, messages=self.messages, tie=False)
+        part = replace(quiet, messages=self.messages, from_quotient=False)
         inner = PrimalDualSearch(part, problem.cost, tolerance)
         for x in starts:
-            inner.offer(self.ties.lower(x))
+            inner.offer(self.symmetry.lower(x))
         inner.close(ReducedProblem(problem, options=run.options), np.zeros(0), run.options.searches[:1])
         run.sweeps, run.expanded = part.sweeps, part.expanded
         if inner.best is None:
             return None, inner.lower_bound
-        found = self.ties.lift(inner.best)
-        self.hunt.offer(found)
+        found = self.symmetry.lift(inner.best)
+        self.search.offer(found)
         return found, inner.lower_bound
 
 
-def _mix(hunt: PrimalDualSearch, network: ReducedProblem, seen: list[Ints], multipliers: Floats) -> None:
+def _mix(search: PrimalDualSearch, network: ReducedProblem, seen: list[Ints], multipliers: Floats) -> None:
     """Looks for the best assignment within the limits that takes every state from one of those seen."""
     part = network.copy()
     for i in part.active():
         keep = np.isin(part.states(i), [x[i] for x in seen])
         if keep.any():
             part.restrict(i, keep)
-    inner = PrimalDualSearch(hunt.run, hunt.run.problem.cost, hunt.tolerance, hunt)
-    inner.best, inner.cost = hunt.best, hunt.cost
-    inner.close(part, multipliers, hunt.run.options.searches[:1])
+    inner = PrimalDualSearch(search.run, search.run.problem.cost, search.tolerance, search)
+    inner.best, inner.cost = search.best, search.cost
+    inner.close(part, multipliers, search.run.options.searches[:1])
 
 
 def _next_prices(problem: Problem, limits: Floats, seen: list[Ints], centre: Floats) -> tuple[float, Floats]:

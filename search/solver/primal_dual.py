@@ -50,7 +50,7 @@ class SolveContext:
     max_nodes: int
     memory_bytes: int
     messages: Messages
-    tie: bool
+    from_quotient: bool
     """Begin from alike variables as one."""
     options: SolverOptions
     # By the clock as it then is: a benchmark may count CPU seconds.
@@ -72,22 +72,22 @@ class SolveContext:
         """Whether the tables of a network and of its copies, which share them, take all the memory that there is."""
         return network.tables.nbytes > self.memory_bytes
 
-    def report(self, stage: str, hunt: "PrimalDualSearch") -> None:
+    def report(self, stage: str, search: "PrimalDualSearch") -> None:
         if self.progress is not None:
-            while hunt.main is not None:
-                hunt = hunt.main
-            self.progress(SolverProgress(stage, hunt.cost, hunt.lower_bound, self.expanded))
+            while search.main is not None:
+                search = search.main
+            self.progress(SolverProgress(stage, search.cost, search.lower_bound, self.expanded))
 
-    def solution(self, hunt: "PrimalDualSearch") -> Solution:
-        cost, bound = hunt.cost, hunt.lower_bound
+    def solution(self, search: "PrimalDualSearch") -> Solution:
+        cost, bound = search.cost, search.lower_bound
         if np.isfinite(bound):
             bound -= _FLOAT_SAFETY * max(abs(bound), abs(cost) if np.isfinite(cost) else 0.0)
         bound = min(bound, cost)
-        if hunt.best is None:
+        if search.best is None:
             status = "infeasible" if bound == np.inf else "gap"
         else:
             status = "optimal" if cost - bound <= self.tolerance * abs(cost) + 1e-300 else "gap"
-        return Solution(hunt.best, cost, bound, self.expanded, self.sweeps, status, messages=self.messages)
+        return Solution(search.best, cost, bound, self.expanded, self.sweeps, status, messages=self.messages)
 
 
 def _dual(network: ReducedProblem, multipliers: Floats) -> Dual:
@@ -121,8 +121,8 @@ _Reached = Literal["proof", "states to drop", "end"]
 class PrimalDualSearch:
     """The search for the least `value` among assignments within the limits: incumbent and lower bound.
 
-    The main hunt's value is the problem's cost. Pricing opens hunts whose value is the Lagrangian and which know
-    no limits; whatever they come across is offered to the `main` hunt too.
+    The main search's value is the problem's cost. Pricing opens hunts whose value is the Lagrangian and which know
+    no limits; whatever they come across is offered to the `main` search too.
     """
 
     def __init__(
@@ -198,9 +198,11 @@ class PrimalDualSearch:
                 self.proved(network.offset)
                 return
             if not recalled:
-                # With few states some sweeps of the whole network cost less than to tie it.
-                tie = self.run.tie or (not self.run.messages and network.size() > options.many_states * len(active))
-                if not (tie and spread_messages(network, multipliers)):
+                # With few states some sweeps of the whole network cost less than its quotient's.
+                from_quotient = self.run.from_quotient or (
+                    not self.run.messages and network.size() > options.many_states * len(active)
+                )
+                if not (from_quotient and spread_messages(network, multipliers)):
                     recall(self.run.messages, network, sizes)
                 recalled = True
             dual = _dual(network, multipliers)

@@ -1,7 +1,7 @@
-"""The solver's entry: reduce, price the resources, hunt.
+"""The solver's entry: reduce, price the resources, search.
 
-Without resources one hunt settles it. With them, multipliers come first (`lagrangian.py`); the searches of the last
-hunt then keep the limits exactly.
+Without resources one search settles it. With them, multipliers come first (`lagrangian.py`); the searches of the last
+search then keep the limits exactly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -63,19 +63,29 @@ def solve(
     Raises ValueError for a malformed problem or start. Deterministic, unless the time budget ends it.
     """
     validate(problem)
-    tie, messages = messages is None, dict(messages or {})
+    from_quotient, messages = messages is None, dict(messages or {})
     tolerance = max(tolerance, _LEAST_TOLERANCE)
     run = SolveContext(
-        problem, tolerance, enough, beneath, time_budget_s, progress, max_nodes, memory_bytes, messages, tie, options
+        problem,
+        tolerance,
+        enough,
+        beneath,
+        time_budget_s,
+        progress,
+        max_nodes,
+        memory_bytes,
+        messages,
+        from_quotient,
+        options,
     )
-    hunt = PrimalDualSearch(run, problem.cost, run.tolerance)
+    search = PrimalDualSearch(run, problem.cost, run.tolerance)
     try:
-        _run(hunt, list(_starts(problem, start)))
+        _run(search, list(_starts(problem, start)))
     except KeyboardInterrupt:
-        if hunt.best is None:
+        if search.best is None:
             raise
-        return replace(run.solution(hunt), interrupted=True)
-    return run.solution(hunt)
+        return replace(run.solution(search), interrupted=True)
+    return run.solution(search)
 
 
 def solve_quotient(
@@ -91,36 +101,38 @@ def solve_quotient(
     were one of each. As `solve`, which does it where too few are alike or there are limits. max_nodes: None for
     `options.quotient_nodes`, or, where `solve` has no limits to keep, for its own default."""
     nodes = options.quotient_nodes if max_nodes is None else max_nodes
-    ties = None if problem.resources else VariableSymmetry.of(problem, options)
-    if ties is None:
+    symmetry = None if problem.resources else VariableSymmetry.of(problem, options)
+    if symmetry is None:
         if problem.resources or max_nodes is not None:
             how["max_nodes"] = nodes
         return solve(problem, start=start, messages=messages, options=options, **how)
-    begin = None if start is None else ties.lower(np.asarray(start, dtype=np.int64))
+    begin = None if start is None else symmetry.lower(np.asarray(start, dtype=np.int64))
     messages = messages or {}
-    known = ties.lower_messages(messages)
-    found = solve(ties.tied, start=begin, messages=known, max_nodes=nodes, options=options, **how)
-    found = replace(found, lower_bound=-np.inf, status="gap", messages=messages | ties.lift_messages(found.messages))
+    known = symmetry.lower_messages(messages)
+    found = solve(symmetry.quotient, start=begin, messages=known, max_nodes=nodes, options=options, **how)
+    found = replace(
+        found, lower_bound=-np.inf, status="gap", messages=messages | symmetry.lift_messages(found.messages)
+    )
     if found.assignment is None:
         return found
-    assignment = ties.lift(found.assignment)
+    assignment = symmetry.lift(found.assignment)
     return replace(found, assignment=assignment, cost=problem.cost(assignment))
 
 
-def _run(hunt: PrimalDualSearch, starts: Sequence[Ints]) -> None:
-    problem = hunt.run.problem
+def _run(search: PrimalDualSearch, starts: Sequence[Ints]) -> None:
+    problem = search.run.problem
     for x in starts:
-        hunt.offer(x)
-        if problem.resources and not hunt.run.late():
-            hunt.offer(_descended(problem, x, hunt.run.late, hunt.run.options.descent_rounds))
-    scale = abs(hunt.cost) if np.isfinite(hunt.cost) else None
-    network = ReducedProblem(problem, scale, hunt.run.memory_bytes // 4, hunt.run.options)
-    network.reduce(hunt.run.late)
+        search.offer(x)
+        if problem.resources and not search.run.late():
+            search.offer(_descended(problem, x, search.run.late, search.run.options.descent_rounds))
+    scale = abs(search.cost) if np.isfinite(search.cost) else None
+    network = ReducedProblem(problem, scale, search.run.memory_bytes // 4, search.run.options)
+    network.reduce(search.run.late)
     multipliers = np.zeros(len(problem.resources))
-    if problem.resources and not network.infeasible and not hunt.run.late():
-        multipliers = priced(hunt, network)
-    if not hunt.proved(-np.inf):
-        hunt.close(network, multipliers)
+    if problem.resources and not network.infeasible and not search.run.late():
+        multipliers = priced(search, network)
+    if not search.proved(-np.inf):
+        search.close(network, multipliers)
 
 
 def _starts(problem: Problem, start: Assignment | Sequence[Assignment] | None) -> Iterator[Ints]:

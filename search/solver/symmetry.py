@@ -1,10 +1,10 @@
 """Variables that are alike, as one: the layers of a model are, but for the few at its ends.
 
 Colours tell variables apart by their own costs and, for a few rounds, by their neighbours' (Weisfeiler and Leman, "The
-reduction of a graph to canonical form" (1968)). A tied problem has one variable per colour, with the costs of all its
-members. Its assignments are those of the problem in which alike variables take the same state; they cost the same. It
-gives no bound: an optimum may treat alike layers unlike. But its dual, spread over the members, is nearly that of the
-problem (compare Bui, Huynh, Sontag, "Lifted tree-reweighted variational inference" (2014)).
+reduction of a graph to canonical form" (1968)). The quotient problem has one variable per colour, with the costs of all
+its members. Its assignments are those of the problem in which alike variables take the same state; they cost the same.
+It gives no bound: an optimum may treat alike layers unlike. But its dual, spread over the members, is nearly that of
+the problem (compare Bui, Huynh, Sontag, "Lifted tree-reweighted variational inference" (2014)).
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from hapsynth.search.solver.warm_start import begin
 
 @dataclass(frozen=True, eq=False)
 class VariableSymmetry:
-    """colours: int64 [variables of the whole problem], in the order in which they come; tied: the problem of these."""
+    """colours: int64 [variables of the whole problem], in the order in which they come; quotient: the problem of
+    these."""
 
     colours: Ints
-    tied: Problem
+    quotient: Problem
 
     @staticmethod
     def of(problem: Problem, options: SolverOptions = DEFAULT) -> VariableSymmetry | None:
@@ -44,7 +45,7 @@ class VariableSymmetry:
         colours = _colours(own, alike, options.near_rounds, options)
         if colours is None:
             return None
-        return VariableSymmetry(colours, _tied(problem, colours, shared.edges))
+        return VariableSymmetry(colours, _quotient(problem, colours, shared.edges))
 
     def usage(self, resource: Resource) -> list[Floats]:
         """What the members of each colour use together, by their state."""
@@ -56,7 +57,7 @@ class VariableSymmetry:
         return assignment[self.colours]
 
     def lower(self, assignment: Ints) -> Ints:
-        """The tied problem's assignment that takes the states of each colour's first member."""
+        """The quotient problem's assignment that takes the states of each colour's first member."""
         return assignment[self._first]
 
     @cached_property
@@ -74,7 +75,7 @@ class VariableSymmetry:
 
 
 def spread_messages(network: ReducedProblem, multipliers: Floats) -> bool:
-    """Gives all links of a reduced network the messages of its tied dual; whether enough is alike for that."""
+    """Gives all links of a reduced network the messages of its quotient dual; whether enough is alike for that."""
     active = network.active()
     place = {i: k for k, i in enumerate(active)}
     tables = network.tables
@@ -88,12 +89,12 @@ def spread_messages(network: ReducedProblem, multipliers: Floats) -> bool:
         tuple(network.unary(i) + multipliers @ network.usage(i) for i in active),
         tuple(Edge(place[i], place[j], array(own), array(other), array(table)) for i, j, (own, table, other) in ends),
     )
-    tied = ReducedProblem(_tied(problem, colours, [key for _, _, key in edges]), options=network.options)
-    for k in tied.active():
-        tied.restrict(k, np.isfinite(tied.unary(k)))
-    if tied.infeasible:
+    quotient = ReducedProblem(_quotient(problem, colours, [key for _, _, key in edges]), options=network.options)
+    for k in quotient.active():
+        quotient.restrict(k, np.isfinite(quotient.unary(k)))
+    if quotient.infeasible:
         return False
-    dual = Dual(tied, {})
+    dual = Dual(quotient, {})
     for _ in range(network.options.quotient_sweeps):
         dual.sweep()
     dual.store()
@@ -101,14 +102,14 @@ def spread_messages(network: ReducedProblem, multipliers: Floats) -> bool:
     count = Counter((colour[i], colour[j]) for i in active for j in network.links[i])
 
     def share(i: int, j: int) -> Floats:
-        """One link's of what all that are alike have together; states that the tied network lost have none."""
+        """One link's of what all that are alike have together; states that the quotient network lost have none."""
         pair = colour[i], colour[j]
         message = np.full(network.count(i), np.nan)
-        message[tied.states(pair[0])] = tied.messages[pair] / count[pair]
+        message[quotient.states(pair[0])] = quotient.messages[pair] / count[pair]
         return message
 
     for i, j, _ in ends:
-        if (colour[i], colour[j]) in tied.messages:
+        if (colour[i], colour[j]) in quotient.messages:
             begin(network, i, j, share(i, j), share(j, i))
     return True
 
@@ -141,7 +142,7 @@ def _first_members(colours: Ints) -> Ints:
     return np.unique(colours, return_index=True)[1]
 
 
-def _tied(problem: Problem, colours: Ints, keys: Sequence[Hashable]) -> Problem:
+def _quotient(problem: Problem, colours: Ints, keys: Sequence[Hashable]) -> Problem:
     """keys: what makes two edges alike, besides the colours of their ends."""
     colour = colours.tolist()
     first = _first_members(colours).tolist()

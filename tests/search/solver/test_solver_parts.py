@@ -412,7 +412,7 @@ def test_a_time_budget_counts_by_the_clock_as_it_is(monkeypatch: pytest.MonkeyPa
     now = [5.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     problem = random_problem(0)
-    run = SolveContext(problem, 0.0, np.inf, -np.inf, 2.0, None, 1, 1, {}, tie=False, options=SolverOptions())
+    run = SolveContext(problem, 0.0, np.inf, -np.inf, 2.0, None, 1, 1, {}, from_quotient=False, options=SolverOptions())
     assert not run.late()
     now[0] = 7.0
     assert run.late()

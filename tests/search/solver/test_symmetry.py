@@ -40,39 +40,41 @@ def ring(size: int, alike: float, unlike: float) -> Problem:
 
 def test_a_tied_assignment_costs_what_it_does_in_the_whole_problem():
     problem = shared(TrainingLike(layers=24).problem())
-    ties = VariableSymmetry.of(problem)
-    assert ties is not None
-    assert len(ties.tied.unary) < len(problem.unary) / 5
+    symmetry = VariableSymmetry.of(problem)
+    assert symmetry is not None
+    assert len(symmetry.quotient.unary) < len(problem.unary) / 5
     rng = np.random.default_rng(0)
     finite = 0
     for _ in range(50):
-        few = np.array([rng.integers(row.size) for row in ties.tied.unary])
-        whole = ties.lift(few)
-        assert ties.tied.cost(few) == pytest.approx(problem.cost(whole))
-        assert (ties.lower(whole) == few).all()
+        few = np.array([rng.integers(row.size) for row in symmetry.quotient.unary])
+        whole = symmetry.lift(few)
+        assert symmetry.quotient.cost(few) == pytest.approx(problem.cost(whole))
+        assert (symmetry.lower(whole) == few).all()
         finite += np.isfinite(problem.cost(whole))
     best = solve(problem).assignment
     assert best is not None
-    assert ties.tied.cost(ties.lower(best)) == pytest.approx(problem.cost(ties.lift(ties.lower(best))))
+    assert symmetry.quotient.cost(symmetry.lower(best)) == pytest.approx(
+        problem.cost(symmetry.lift(symmetry.lower(best)))
+    )
 
 
 @pytest.mark.parametrize("layers", [6, 24])
 def test_to_treat_alike_layers_alike_costs_little_more(layers: int):
     problem = shared(TrainingLike(layers).problem())
-    tied = solve_quotient(problem)
+    quotient = solve_quotient(problem)
     whole = solve(problem)
-    assert whole.lower_bound <= tied.cost <= whole.cost * 1.01
-    assert tied.assignment is not None
-    assert problem.cost(tied.assignment) == tied.cost
-    assert (tied.lower_bound, tied.status) == (-np.inf, "gap")
+    assert whole.lower_bound <= quotient.cost <= whole.cost * 1.01
+    assert quotient.assignment is not None
+    assert problem.cost(quotient.assignment) == quotient.cost
+    assert (quotient.lower_bound, quotient.status) == (-np.inf, "gap")
 
 
 def test_an_optimum_that_treats_alike_variables_unlike_is_found_by_the_whole_search_alone():
     problem = ring(12, alike=1.0, unlike=0.5)
-    tied = solve_quotient(problem)
-    assert tied.cost == pytest.approx(12.0)
-    assert tied.lower_bound == -np.inf
-    found = solve(problem, start=tied.assignment)
+    quotient = solve_quotient(problem)
+    assert quotient.cost == pytest.approx(12.0)
+    assert quotient.lower_bound == -np.inf
+    found = solve(problem, start=quotient.assignment)
     assert (found.cost, found.status) == (pytest.approx(6.0), "optimal")
 
 
@@ -90,8 +92,8 @@ def test_within_limits_alike_layers_are_priced_as_one_and_treated_unlike_where_t
     assert cheapest.assignment is not None
     most = sum(float(row[s]) for row, s in zip(usage, cheapest.assignment, strict=True))
     limited = replace(free, resources=(Resource(usage, least + room * (most - least), "all"),))
-    ties = VariableSymmetry.of(limited)
-    assert ties is not None
+    symmetry = VariableSymmetry.of(limited)
+    assert symmetry is not None
     told: list[SolverProgress] = []
     found = solve(limited, progress=told.append)
     assert all(p.lower_bound <= found.cost * (1 + 1e-9) and p.cost >= found.cost for p in told)
@@ -99,7 +101,7 @@ def test_within_limits_alike_layers_are_priced_as_one_and_treated_unlike_where_t
     assert found.cost > cheapest.cost
     assert found.assignment is not None
     if room == 0.65:
-        assert (ties.lift(ties.lower(found.assignment)) != found.assignment).any()
+        assert (symmetry.lift(symmetry.lower(found.assignment)) != found.assignment).any()
     near = solve_quotient(limited)
     assert near.assignment is not None
     assert limited.fits(near.assignment)
@@ -154,9 +156,9 @@ def test_ties_never_prove_too_much():
         problem = Problem(one.unary * 3, tuple(edges))
         network = ReducedProblem(problem)
         whole = solve(problem, messages={}, tolerance=1e-9)
-        tied = solve(problem, messages=None, tolerance=1e-9)
-        assert tied.cost == pytest.approx(whole.cost)
-        assert tied.status == whole.status
+        quotient = solve(problem, messages=None, tolerance=1e-9)
+        assert quotient.cost == pytest.approx(whole.cost)
+        assert quotient.status == whole.status
         if np.isfinite(whole.cost) and spread_messages(network, np.zeros(0)):
             network.reduce()
             if not network.infeasible and network.active():
@@ -176,10 +178,10 @@ def test_messages_are_kept_by_first_members():
     problem = shared(TrainingLike(layers=12).problem())
     first = solve_quotient(problem)
     messages = first.messages
-    ties = VariableSymmetry.of(problem)
+    symmetry = VariableSymmetry.of(problem)
     assert messages
-    assert ties is not None
-    firsts = set(np.unique(ties.colours, return_index=True)[1].tolist())
+    assert symmetry is not None
+    firsts = set(np.unique(symmetry.colours, return_index=True)[1].tolist())
     assert {i for pair in messages for i in pair} <= firsts
     again = solve_quotient(problem, messages=messages)
     assert again.cost == first.cost
