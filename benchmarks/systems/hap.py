@@ -85,7 +85,7 @@ class Hap:
 
     def __init__(self, baselines: Baselines) -> None:
         self.baselines, self.graph, self.table = baselines, baselines.graph, baselines.table
-        self.weights = {v for v in baselines.state if v not in baselines.costs.together.updates}
+        self.weights = {v for v in baselines.state if v not in baselines.costs.bucketing.updates}
         self.batch = baselines.batch_roots
         self.experts: set[Node] = set()
         self.outputs: set[Node] = set()
@@ -165,7 +165,7 @@ class Hap:
         """The program that HAP would choose at a ratio."""
         baselines, graph = self.baselines, self.graph
         renewed = {v for _, target in graph.carry if isinstance(v := graph.outputs[target], int)}
-        self._fixed = baselines.costs.together.updates | renewed | set(baselines.state)
+        self._fixed = baselines.costs.bucketing.updates | renewed | set(baselines.state)
         restriction = Restriction(convertible=self.convertible, role=self._fixed.__contains__)
         costs = HapCosts(graph, baselines.costs.cluster, self.table, baselines.costs.axes)
         structure: Any = _HapStructure(self, restriction)

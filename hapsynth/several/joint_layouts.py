@@ -9,7 +9,7 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
-from hapsynth.search.formulation.joint import Part, Together
+from hapsynth.search.formulation.joint import JointProblem, Subproblem
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.planning.planner import ROUGH_TOLERANCE
 from hapsynth.search.planning.task import Task
@@ -47,7 +47,7 @@ class Weighing:
             return {}
         return together.layouts(found.assignment)
 
-    def _solve(self, together: Together, enough: float, seconds: float | None) -> Solution:
+    def _solve(self, together: JointProblem, enough: float, seconds: float | None) -> Solution:
         tolerance = SETTLED if together.parts[0].builder.structure.axes == 1 else ROUGH_TOLERANCE
         found = solve(
             together.problem,
@@ -59,8 +59,8 @@ class Weighing:
         self.interrupted |= found.interrupted
         return found
 
-    def _together(self, cluster: Cluster, sizes: Mapping[str, Sizes] | None) -> Together:
-        parts: list[Part] = []
+    def _together(self, cluster: Cluster, sizes: Mapping[str, Sizes] | None) -> JointProblem:
+        parts: list[Subproblem] = []
         for name, task in self.tasks.items():
             here = task.on(cluster)
             costs = here.costs
@@ -69,8 +69,8 @@ class Weighing:
                 weights = own_weights(costs, sizes[name])
                 ratios = Ratios(task.graph, task.factors, weights, sizes[name], costs.lengths)
             builder = ProblemBuilder(self._structure(name, here), costs, ratios)
-            parts.append(Part(builder, self.weights[name], self._given(name)))
-        return Together(parts)
+            parts.append(Subproblem(builder, self.weights[name], self._given(name)))
+        return JointProblem(parts)
 
     def _given(self, name: str) -> dict[int, int]:
         """Leaf -> the value that it is given as."""

@@ -94,7 +94,7 @@ def update_groups(graph: Graph, updated: Set[int]) -> tuple[UpdateGroup, ...]:
     return tuple(groups)
 
 
-class Together:
+class GradientBucketing:
     """Which conversions go together: those of the state, and of what brings it forward."""
 
     def __init__(self, graph: Graph, options: LoweringOptions) -> None:

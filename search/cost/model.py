@@ -38,7 +38,7 @@ from hapsynth.search.analysis.liveness import Liveness
 from hapsynth.search.analysis.numbering import Numbering
 from hapsynth.search.analysis.op_class import amount_of, class_of
 from hapsynth.search.analysis.op_signature import signature_of
-from hapsynth.search.analysis.optimizer_update import Together
+from hapsynth.search.analysis.optimizer_update import GradientBucketing
 from hapsynth.search.cost.device_speed import DeviceFigures, Floats, Ints, Speeds
 from hapsynth.search.cost.network import PRICES, Largest, Sent, Shares, axis_links, devices_of, mesh_axes
 from hapsynth.search.cost.roofline import Roofline
@@ -88,7 +88,7 @@ class CostModel:
         self._triples, self._work_numbers = Numbering(), Numbering()
         self._kind_number: dict[object, int] = {}
         self._materialized, self._turned = materialized(graph), turned(graph)
-        self.together = Together(graph, lowering)
+        self.bucketing = GradientBucketing(graph, lowering)
         """Which conversions share a latency."""
         self._measured = frozenset(s for kind in cluster.kinds for s in kind.ops)
         self._classes: dict[int, str] = {}
@@ -557,7 +557,7 @@ class CostModel:
     ) -> Sent:
         """What a step sends, and how long that takes: of those that go together its part of the latency."""
         found = self.sent_alone(value, source, target, axis, shares, step)
-        return found._replace(latency_s=self.together.part(value, step, self.links[axis].n) * found.latency_s)
+        return found._replace(latency_s=self.bucketing.part(value, step, self.links[axis].n) * found.latency_s)
 
     def sent_alone(
         self, value: int, source: Layout, target: Layout, axis: int, shares: Shares | Largest, step: Collective
@@ -621,7 +621,7 @@ class CostModel:
 
     def conversion_kind(self, value: int) -> Hashable:
         """Values of one kind, and as large, are converted at the same cost."""
-        return value in self.together.values, self.graph.values[value].size if value in self._turned else 0
+        return value in self.bucketing.values, self.graph.values[value].size if value in self._turned else 0
 
     def evenly(self, dim: int, axes: tuple[int, ...], way: int = 0) -> float:
         """The least that the largest shard can be: an owner's is all."""

@@ -318,10 +318,10 @@ class ChainSpace:
         among = self._representatives(taken, hops) if cuts is None else [op for op in cuts if not self.in_block[op]]
         if not among:
             return []
-        every = _Cuts.of(among, self.reach, hops)
+        every = _CutMasks.of(among, self.reach, hops)
         return [self._longest(taken, every, kind, hops.seconds) for kind in range(self.resources.kinds)]
 
-    def _longest(self, taken: Occupancy, cuts: _Cuts, kind: int, hops: Floats) -> Chain:
+    def _longest(self, taken: Occupancy, cuts: _CutMasks, kind: int, hops: Floats) -> Chain:
         """`hops`: the seconds of each [hops, columns]."""
         among, before, after, since, until = cuts
         link, kinds = self.resources.link, self.resources.kinds
@@ -384,7 +384,7 @@ class ChainSpace:
         return self.chain(ops_between[::-1], resources[::-1], taken)
 
 
-class _Cuts(NamedTuple):
+class _CutMasks(NamedTuple):
     """Ops in order. 1 or 0 [cuts, ops]: which each depends on, and which depend on it, both with itself; [cuts, hops]:
     which wait for it, and which it waits for. Floats, as sums over them are products of matrices."""
 
@@ -395,7 +395,7 @@ class _Cuts(NamedTuple):
     until: Floats
 
     @classmethod
-    def of(cls, ops: list[int], reach: Reachability, hops: _Traffic) -> _Cuts:
+    def of(cls, ops: list[int], reach: Reachability, hops: _Traffic) -> _CutMasks:
         before, after = ([f(op) for op in ops] for f in (reach.ancestors, reach.descendants))
         masks = before, after, map(hops.since, after), map(hops.until, before)
         return cls(ops, *(np.array([*each], dtype=np.float64) for each in masks))

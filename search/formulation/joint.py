@@ -17,7 +17,7 @@ from hapsynth.search.solver import Edge, Ints, Problem
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Subproblem:
     """One function. `weight`: how often it is called; `kept`: array that is shared -> the value that it is given as."""
 
     builder: ProblemBuilder
@@ -47,10 +47,10 @@ class _Scaled:
         return self._made[number]
 
 
-class Together:
+class JointProblem:
     """The joint problem of several functions. Its optimum is the least weighted sum of their costs."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Subproblem]) -> None:
         self.parts = parts
         problems = [p.builder.problem() for p in parts]
         self._first = list(accumulate((len(p.unary) for p in problems), initial=0))

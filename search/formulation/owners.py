@@ -45,7 +45,7 @@ def owners(costs: CostModel, weights: Floats | None = None, *, sparing: bool = F
     known: dict[object, _Update | None] = {}
     fastest, roomiest = _Offer(), _Offer()
     limits, taken = np.array(costs.memory_budget.limits), np.zeros(costs.n)
-    for group in costs.together.groups:
+    for group in costs.bucketing.groups:
         key = _kind(costs, group)
         update = known[key] if key in known else known.setdefault(key, _update(costs, group, weights, sparing))
         if update is None:
@@ -159,7 +159,7 @@ def _update(costs: CostModel, group: UpdateGroup, weights: Floats | None, sparin
     if sparing:
         spared = sum(in_parts(costs.memory_budget.proportions if weights is None else weights)) - (up + by_one + down)
     kept = {v for op in group.ops for _, v in graph.ops[op].value_operands if v in graph.state}
-    part = costs.together.part(group.parameters[0], STEPS["broadcast"], costs.n)
+    part = costs.bucketing.part(group.parameters[0], STEPS["broadcast"], costs.n)
     nbytes = float(sum(graph.values[v].nbytes for v in kept))
     return _Update(fastest, gain, spared.tolist(), nbytes, part)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from hapsynth.graph.ir import Op
 from hapsynth.search.analysis.reachability import Reachability
-from hapsynth.search.memory.xla_kernels import Tensor, XlaKernels
+from hapsynth.search.memory.xla_kernels import KernelTensor, XlaKernels
 
 _SMALL = 32 << 20
 """Bytes that the lesser of two contractions takes and gives at most (`xla_gpu_dot_merger_threshold_mb`)."""
@@ -17,7 +17,7 @@ _OPERANDS = (0, 1)
 
 def merge_contractions(kernels: XlaKernels) -> None:
     """Have contractions that XLA merges make one array, and those that read its parts find copies."""
-    wholes: dict[int, Tensor] = {}
+    wholes: dict[int, KernelTensor] = {}
     for steps in _merged(kernels):
         taken = dict.fromkeys(t for k in steps for t in kernels.taken[k])
         nbytes = sum(kernels.nbytes(kernels.made[k][0]) for k in steps)
@@ -28,7 +28,7 @@ def merge_contractions(kernels: XlaKernels) -> None:
     readers = kernels.readers()
     for k, whole in wholes.items():
         (part,) = kernels.made[k]
-        copies: dict[tuple[int, ...], Tensor] = {}
+        copies: dict[tuple[int, ...], KernelTensor] = {}
         for reader in readers.get(part, ()):
             op, taken = _contraction(kernels, reader), kernels.taken[reader]
             # A merged contraction takes its whole; that takes the part.

@@ -27,7 +27,7 @@ Reader = Literal["elementwise", "slice", "collective", "own"]
 """How an operand is taken: by an elementwise kernel, by a slice that ends one, to be sent, by a kernel of its own."""
 
 
-class Tensor(NamedTuple):
+class KernelTensor(NamedTuple):
     """`value | layout`, made by a kernel; -1: an input. Value -1: what a bundle of collectives takes or gives."""
 
     value: int
@@ -66,12 +66,12 @@ class XlaKernels:
         self.graph, self.program, self.fusing, self._switches = graph, program, fusing, switches
         self._nbytes = cache(nbytes)
         self._cuts_parts, self._positions_last = cuts_parts, positions_last
-        self._turned: dict[Tensor, Tensor] = {}
+        self._turned: dict[KernelTensor, KernelTensor] = {}
         """What convolutions take or make -> its copy."""
         self.steps: list[Instruction | None] = []
         """None: makes no value of the program's."""
-        self.taken: list[list[Tensor]] = []
-        self.made: list[list[Tensor]] = []
+        self.taken: list[list[KernelTensor]] = []
+        self.made: list[list[KernelTensor]] = []
         self.switch: list[int] = []
         """The switch that a step is part of, known by its first step; -1: none."""
         self._bundled: dict[int, float] = {}
@@ -82,7 +82,7 @@ class XlaKernels:
         """Collectives that are part of a bundle, and what else is part of an array."""
         self.sent: list[int] = []
         """The steps that send something, in the program's order."""
-        there = {p: Tensor(*p, -1) for p in program.inputs.items()}
+        there = {p: KernelTensor(*p, -1) for p in program.inputs.items()}
         self.inputs = list(there.values())
         for item in joined(graph, split(graph, program, sizes, options, switches=switches, near=near)):
             match item:
@@ -100,7 +100,7 @@ class XlaKernels:
         self.outputs = [there[v, layout] for v, layout in ends if isinstance(v, int) and layout is not None]
         self._found_whole = self._read_as_they_are()
 
-    def nbytes(self, tensor: Tensor) -> float:
+    def nbytes(self, tensor: KernelTensor) -> float:
         return self._nbytes(tensor.value, tensor.layout) if tensor.value >= 0 else self._bundled[tensor.maker]
 
     def op_of(self, k: int) -> int | None:
@@ -108,9 +108,9 @@ class XlaKernels:
         step = self.steps[k]
         return step.op if isinstance(step, Compute) else self._like.get(k)
 
-    def reads(self, k: int) -> list[Tensor]:
+    def reads(self, k: int) -> list[KernelTensor]:
         """What the kernel that ends in a step finds in memory."""
-        found: dict[Tensor, None] = {}
+        found: dict[KernelTensor, None] = {}
         seen, waiting = {k}, [k]
         while waiting:
             i = waiting.pop()
@@ -122,30 +122,30 @@ class XlaKernels:
                     waiting.append(t.maker)
         return list(found)
 
-    def readers(self) -> dict[Tensor, list[int]]:
+    def readers(self) -> dict[KernelTensor, list[int]]:
         """The steps that take each tensor."""
-        found: dict[Tensor, list[int]] = {}
+        found: dict[KernelTensor, list[int]] = {}
         for k, taken in enumerate(self.taken):
             for t in dict.fromkeys(taken):
                 found.setdefault(t, []).append(k)
         return found
 
-    def array(self, taken: Sequence[Tensor], nbytes: float, like: int | None = None) -> Tensor:
+    def array(self, taken: Sequence[KernelTensor], nbytes: float, like: int | None = None) -> KernelTensor:
         """What a kernel makes of others, no value of the program's. `like`: an op that it is of the kind of; None: a
         copy."""
         k = len(self.steps)
         self._bundled[k] = nbytes
         if like is not None:
             self._like[k] = like
-        self._append(None, taken, [Tensor(-1, (), k)])
+        self._append(None, taken, [KernelTensor(-1, (), k)])
         return self.made[k][0]
 
-    def lay_into(self, k: int, whole: Tensor) -> None:
+    def lay_into(self, k: int, whole: KernelTensor) -> None:
         """Have a step's result lie in another array: elementwise kernels find it there, others in a copy."""
         self.taken[k] = [whole]
         self._parts.add(k)
 
-    def _stage(self, stage: Stage, there: dict[Property, Tensor]) -> None:
+    def _stage(self, stage: Stage, there: dict[Property, KernelTensor]) -> None:
         for step in stage.before:
             self._add(step, there, there)
         inside = {p: there[p] for p in stage.reads} if self._switches else there
@@ -158,18 +158,22 @@ class XlaKernels:
             self._add(step, there, there)
 
     def _add(
-        self, step: Instruction, given: dict[Property, Tensor], found: dict[Property, Tensor], switch: int = -1
+        self,
+        step: Instruction,
+        given: dict[Property, KernelTensor],
+        found: dict[Property, KernelTensor],
+        switch: int = -1,
     ) -> None:
         taken = [given[p] for p in reads(self.graph, step)]
         if specs := self._convolved(step):
             taken = [self._as_wanted(t, spec) for t, spec in zip(taken, specs)]
         k = len(self.steps)
-        self._append(step, taken, [Tensor(*p, k) for p in writes(self.graph, step)])
+        self._append(step, taken, [KernelTensor(*p, k) for p in writes(self.graph, step)])
         self.switch[k] = switch
         for t in self.made[k]:
             found.setdefault((t.value, t.layout), t)
 
-    def _append(self, step: Instruction | None, taken: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    def _append(self, step: Instruction | None, taken: Sequence[KernelTensor], made: Sequence[KernelTensor]) -> None:
         self.switch.append(-1)
         self.steps.append(step)
         self.taken.append(list(taken))
@@ -188,7 +192,7 @@ class XlaKernels:
         first = 2 if self._positions_last(str(self.graph.values[value].dtype)) else 1
         return sorted(spec[2:]) == [*range(first, first + len(spec) - 2)]
 
-    def _as_wanted(self, t: Tensor, spec: Sequence[int]) -> Tensor:
+    def _as_wanted(self, t: KernelTensor, spec: Sequence[int]) -> KernelTensor:
         """What a convolution finds in place of an operand. The gradient of its input takes the filter itself, not what
         is turned round in the program."""
         step = self.steps[t.maker] if t.maker >= 0 else None
@@ -199,17 +203,17 @@ class XlaKernels:
         # What a kernel makes it makes in the form that its readers want.
         return self._copied(t) if arrives and not self._is_wanted(t.value, spec) else t
 
-    def _copied(self, t: Tensor) -> Tensor:
+    def _copied(self, t: KernelTensor) -> KernelTensor:
         if t not in self._turned:
             self._turned[t] = self.array([t], self.nbytes(t))
         return self._turned[t]
 
-    def _is_turned(self, t: Tensor) -> bool:
+    def _is_turned(self, t: KernelTensor) -> bool:
         """Whether a convolution makes it in another form than the program's."""
         specs = self._convolved(self.steps[t.maker]) if t.maker >= 0 else ()
         return bool(specs) and not self._is_wanted(t.value, specs[2])
 
-    def _collective(self, bundle: Bundle, there: dict[Property, Tensor]) -> None:
+    def _collective(self, bundle: Bundle, there: dict[Property, KernelTensor]) -> None:
         taken = [there[step.value, step.source] for step in bundle.steps]
         if not bundle.is_packed:
             taken = [self._copied(t) if self._is_turned(t) else t for t in taken]
@@ -224,10 +228,10 @@ class XlaKernels:
             # The blocks of an all-to-all are joined by a kernel of its own.
             if bundle.is_packed and not (step.collective.splits and step.collective.joins):
                 self._parts.add(k)
-            self._append(step, taken, [Tensor(step.value, step.target, k)])
+            self._append(step, taken, [KernelTensor(step.value, step.target, k)])
             there[step.value, step.target] = self.made[k][0]
 
-    def _is_stored(self, tensor: Tensor, reader: int) -> bool:
+    def _is_stored(self, tensor: KernelTensor, reader: int) -> bool:
         """Whether a reader finds a tensor in memory rather than makes it again."""
         step, by = self.steps[tensor.maker], self._reader(reader)
         if step is None or by == "collective" or self.switch[tensor.maker] != self.switch[reader]:
@@ -249,11 +253,11 @@ class XlaKernels:
             return "elementwise"
         return "collective" if step.is_collective else "slice"
 
-    def _read_as_they_are(self) -> set[Tensor]:
+    def _read_as_they_are(self) -> set[KernelTensor]:
         """What something finds in memory in its own form: not what dots and reductions read of more than two
         dimensions, which XLA makes two. A slice makes anything else that is elementwise again, though others store
         it."""
-        found: set[Tensor] = set()
+        found: set[KernelTensor] = set()
         for k, step in enumerate(self.steps):
             by = self._reader(k)
             flat = isinstance(step, Compute) and not self.graph.ops[step.op].name.startswith("conv")

@@ -23,7 +23,7 @@ import numpy as np
 from hapsynth.instructions.program.program import Compute
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.search.analysis.buffer_aliasing import cut_of
-from hapsynth.search.memory.xla_kernels import Tensor, XlaKernels
+from hapsynth.search.memory.xla_kernels import KernelTensor, XlaKernels
 
 Rank = tuple[float, float, int]
 """What of several kernels is run first: the least."""
@@ -48,13 +48,13 @@ class XlaSchedule:
     ) -> None:
         self.kernels, self.graph = kernels, kernels.graph
         self.library = library or Library()
-        self.needs: dict[int, list[Tensor]] = {}
+        self.needs: dict[int, list[KernelTensor]] = {}
         self._before = dict(pairwise(kernels.sent[::-1])) if pinned or early else {}
         """Of each collective the one whose result it waits for."""
         self._first = kernels.sent if early else []
         self.order = self._ordered(_depth_first([_makers(kernels.outputs)], self._needed_by))
 
-    def nbytes(self, tensor: Tensor) -> float:
+    def nbytes(self, tensor: KernelTensor) -> float:
         return self.kernels.nbytes(tensor)
 
     def peak(self) -> float:
@@ -63,7 +63,7 @@ class XlaSchedule:
         return sum(map(self.nbytes, self.held)) + beside
 
     @property
-    def held(self) -> list[Tensor]:
+    def held(self) -> list[KernelTensor]:
         """What there is at the fullest point. Arguments are there throughout; what a step leaves of its state takes the
         place of what it found."""
         return self.kernels.inputs + [t for t, (start, stop) in self._own.items() if start <= self._fullest <= stop]
@@ -87,7 +87,7 @@ class XlaSchedule:
         return op is not None and self.graph.ops[op].name in CONTRACTIONS
 
     @cached_property
-    def _own(self) -> dict[Tensor, list[int]]:
+    def _own(self) -> dict[KernelTensor, list[int]]:
         """Where in the order each tensor that has memory of its own is made and read last."""
         made, outputs, switch = self.kernels.made, self.kernels.outputs, self.kernels.switch
         place = {k: n for n, k in enumerate(self.order)}
@@ -107,7 +107,7 @@ class XlaSchedule:
         carried = {self.graph.outputs[target] for _, target in self.graph.carry}
         return {t: span for t, span in life.items() if not (t.value in carried and span[1] == len(self.order))}
 
-    def _write_over(self, k: int, at: int, life: Mapping[Tensor, list[int]]) -> None:
+    def _write_over(self, k: int, at: int, life: Mapping[KernelTensor, list[int]]) -> None:
         """The result takes the place of an operand that is read for the last time."""
         step, switch = self.kernels.steps[k], self.kernels.switch
         for v in self.kernels.fusing.overwritten[step.op] if isinstance(step, Compute) else ():
@@ -147,7 +147,7 @@ class XlaSchedule:
             order += members[n] if len(members[n]) == 1 else self._inside(members[n], made[n])
         return order
 
-    def _inside(self, members: Sequence[int], leave: Iterable[Tensor]) -> list[int]:
+    def _inside(self, members: Sequence[int], leave: Iterable[KernelTensor]) -> list[int]:
         """The order of a switch's kernels. `leave`: what is read after it."""
         mine = set(members)
         maker = lambda t: t.maker if t.maker in mine else -1
@@ -157,9 +157,9 @@ class XlaSchedule:
     def _by_rank(
         self,
         ends: Iterable[Iterable[int]],
-        needs: Mapping[int, Sequence[Tensor]],
-        made: Mapping[int, Sequence[Tensor]],
-        maker: Callable[[Tensor], int],
+        needs: Mapping[int, Sequence[KernelTensor]],
+        made: Mapping[int, Sequence[KernelTensor]],
+        maker: Callable[[KernelTensor], int],
     ) -> list[int]:
         ends, before = [*map(_distinct, ends)], {k: _distinct(map(maker, ts)) for k, ts in needs.items()}
         in_order = _depth_first(ends, before.__getitem__)
@@ -168,13 +168,13 @@ class XlaSchedule:
     def _ranks(
         self,
         in_order: Sequence[int],
-        needs: Mapping[int, Sequence[Tensor]],
-        made: Mapping[int, Sequence[Tensor]],
-        maker: Callable[[Tensor], int],
+        needs: Mapping[int, Sequence[KernelTensor]],
+        made: Mapping[int, Sequence[KernelTensor]],
+        maker: Callable[[KernelTensor], int],
     ) -> dict[int, Rank]:
         """What of a kernel's operands is run first: readers beyond the first and bytes of all that leads to it, what
         several lead to counted as often."""
-        readers: dict[Tensor, int] = {}
+        readers: dict[KernelTensor, int] = {}
         for k in in_order:
             for t in needs[k]:
                 readers[t] = readers.get(t, 0) + 1
@@ -192,7 +192,7 @@ class XlaSchedule:
         return found
 
 
-def _makers(tensors: Iterable[Tensor]) -> list[int]:
+def _makers(tensors: Iterable[KernelTensor]) -> list[int]:
     return _distinct(t.maker for t in tensors)
 
 

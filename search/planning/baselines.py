@@ -277,11 +277,11 @@ class Baselines:
     def _scattered(self, allowed: Allowed) -> Callable[[int], bool]:
         """Whether a value is a gradient that is only needed in parts. Where none of the state of its shape is cut, as
         under plain SGD without moments and of one element, it is needed whole."""
-        gradients, values = self.costs.together.updates, self.graph.values
+        gradients, values = self.costs.bucketing.updates, self.graph.values
         return lambda v: v in gradients and any(allowed(v, d) for d in range(len(values[v].shape)))
 
     def _zero12(self, *, reduced_whole: bool) -> Restriction:
-        gradients, graph = self.costs.together.updates, self.graph
+        gradients, graph = self.costs.bucketing.updates, self.graph
         # Nothing but the update reads optimizer state.
         moments = [v for v in self.state if v in gradients]
         stored, allowed = self._cut_state(moments)
@@ -325,7 +325,7 @@ class Baselines:
                 value = op.value_operands[0][1]
             return value
 
-        weights = set(self.state) - self.costs.together.updates
+        weights = set(self.state) - self.costs.bucketing.updates
         found: set[tuple[tuple[int, ...], int, Node]] = set()
         for op in self.graph.ops:
             if op.name not in CONTRACTIONS:

@@ -33,7 +33,7 @@ class Works(NamedTuple):
     def of(cls, structure: ChoiceSpace, costs: CostModel) -> Works:
         graph, number = structure.graph, dict[object, int]()
         # On some set of devices one may run it alone.
-        owned = {op for group in costs.together.groups for op in group.ops}
+        owned = {op for group in costs.bucketing.groups for op in group.ops}
         runs: list[float] = []
         works: list[Work] = []
         cut: list[bool] = []

@@ -11,14 +11,14 @@ from hapsynth.search.scheduling.timeline import Timeline
 _AT_ONCE_S = 1e-12
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """A task, and the group of devices on which the path goes through it."""
 
     task: int
     group: int
 
 
-def critical_path(timeline: Timeline) -> list[Step]:
+def critical_path(timeline: Timeline) -> list[PathStep]:
     """The last task to end and before each the one for which it waited: one that it takes something from, or else the
     one before it on its machine."""
     tasks, start, end = timeline.tasks, timeline.start, timeline.end
@@ -26,13 +26,13 @@ def critical_path(timeline: Timeline) -> list[Step]:
         return []
     groups = range(end.shape[1])
     before = _before(timeline)
-    at = Step(*divmod(int(end.argmax()), end.shape[1]))
+    at = PathStep(*divmod(int(end.argmax()), end.shape[1]))
     path = [at]
     while start[at] > 0:
         everywhere = tasks.machine[at.task] is not Machine.COMPUTE and tasks.machine[at.task] is not Machine.LOCAL
         # Tasks that ended when this one began.
         ended = [
-            Step(other, group)
+            PathStep(other, group)
             for other in (*tasks.makers[at.task], *before[at.task])
             for group in (groups if everywhere else (at.group,))
             if end[other, group] >= start[at] - _AT_ONCE_S

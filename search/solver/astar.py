@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hapsynth.search.solver.problem import Floats
-from hapsynth.search.solver.search_space import Depth, Found, Key, Space
+from hapsynth.search.solver.search_space import Depth, Key, SearchOutcome, Space
 
 _Label = tuple[float, tuple[float, ...], int]  # cost without multipliers, usage, node
 _TIE = 1e-12  # of f: choices so close to the cheapest are as good, and the first is taken first
@@ -36,7 +36,7 @@ def astar(
     stop: Callable[[], bool],
     slack: float = 0.0,
     most_kept: float = math.inf,
-) -> Found:
+) -> SearchOutcome:
     """An assignment below `threshold` that costs at most `slack` more than the cheapest, or where it had to stop the
     least f still open, to within the slack. `max_nodes`: that it expands; `most_kept`: that it keeps, but on a walk
     straight to the end."""
@@ -57,10 +57,10 @@ def astar(
             continue
         least = space.root + slack * level if slack else f
         if depth == len(depths):
-            return Found(space.chosen(_path(nodes, number)), least, expanded)
+            return SearchOutcome(space.chosen(_path(nodes, number)), least, expanded)
         full = len(nodes) >= most_kept and expanded >= len(depths)
         if full or expanded >= max_nodes or (expanded % 64 == 0 and stop()):
-            return Found(None, least, expanded)
+            return SearchOutcome(None, least, expanded)
         expanded += 1
         at = depths[depth]
         rest, costs = at.frontier.rest(key), f + at.added(key)
@@ -88,7 +88,7 @@ def astar(
             known.append((cost, used, len(nodes)))
             heapq.heappush(heap, (rank(child), minus_depth - 1, len(nodes)))
             nodes.append(_Node(child, depth + 1, after, used, number, s))
-    return Found(None, float("inf"), expanded)
+    return SearchOutcome(None, float("inf"), expanded)
 
 
 def _candidates(at: Depth, costs: Floats, threshold: float, limited: bool) -> list[int]:

@@ -69,7 +69,7 @@ class Space:
 
 
 @dataclass(slots=True)
-class Found:
+class SearchOutcome:
     """chosen: variable -> state, None if nothing below the threshold was found; lower_bound: no assignment below
     the threshold costs less than this (so >= threshold, or inf, when there is none)."""
 

@@ -38,7 +38,7 @@ from hapsynth.search.planning.makespan.clocks import first_devices, kinds_of_gro
 from hapsynth.search.planning.makespan.mixtures import mixture
 from hapsynth.search.planning.master_problem import limiting_weights, nearest_weights
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
-from hapsynth.search.scheduling.critical_path import Step, critical_path
+from hapsynth.search.scheduling.critical_path import PathStep, critical_path
 from hapsynth.search.scheduling.group_testing import improving
 from hapsynth.search.scheduling.list_schedule import ordered, schedule
 from hapsynth.search.scheduling.tasks import Machine, TaskGraph, tasks_of
@@ -106,7 +106,7 @@ class Scheduled:
     chosen: Candidate
     candidate: Candidate
     timeline: Timeline
-    path: list[Step]
+    path: list[PathStep]
 
     @property
     def makespan_s(self) -> float:

@@ -19,7 +19,7 @@ from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.instructions.staging.options import DEFAULT
 from hapsynth.report.cost_breakdown import Sending, cost_lines, print_costs
 from hapsynth.report.tables import console
-from hapsynth.search.analysis.optimizer_update import Together, update_groups, updates
+from hapsynth.search.analysis.optimizer_update import GradientBucketing, update_groups, updates
 from hapsynth.search.cost.model import CostModel
 
 
@@ -117,16 +117,18 @@ def turned_by(g: Graph, op: Op) -> list[int]:
 
 def test_the_parts_of_a_latency_add_up_to_one() -> None:
     g = graph(32, 16, 8)
-    together = Together(g, DEFAULT)
-    assert together.part(g.inputs[0], STEPS["all_reduce"], 4) == pytest.approx(1 / 3)
-    assert together.part(g.inputs[-1], STEPS["all_reduce"], 4) == 1.0, "the batch is no state"
+    bucketing = GradientBucketing(g, DEFAULT)
+    assert bucketing.part(g.inputs[0], STEPS["all_reduce"], 4) == pytest.approx(1 / 3)
+    assert bucketing.part(g.inputs[-1], STEPS["all_reduce"], 4) == 1.0, "the batch is no state"
     # Too large to be summed with others, small enough to be gathered with them.
     large = graph(32, 2 * DEFAULT.bundled_bytes // (64 * 4))
-    parts = [Together(large, DEFAULT).part(large.inputs[1], STEPS[kind], 4) for kind in ("all_reduce", "all_gather")]
+    parts = [
+        GradientBucketing(large, DEFAULT).part(large.inputs[1], STEPS[kind], 4) for kind in ("all_reduce", "all_gather")
+    ]
     assert parts == [1.0, 0.5]
     # As many bundles as they fill.
     many = graph(*[DEFAULT.bundled_bytes // (64 * 4)] * 20)
-    assert Together(many, DEFAULT).part(many.inputs[0], STEPS["all_reduce"], 4) == pytest.approx(2 / 20)
+    assert GradientBucketing(many, DEFAULT).part(many.inputs[0], STEPS["all_reduce"], 4) == pytest.approx(2 / 20)
 
 
 def test_conversions_cost_their_part() -> None:

@@ -15,7 +15,7 @@ from hapsynth.graph.trace import Traced, trace
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.formulation.choice_space import ChoiceSpace, Restriction
-from hapsynth.search.formulation.joint import Part, Together
+from hapsynth.search.formulation.joint import JointProblem, Subproblem
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
 from hapsynth.search.solver import solve
 
@@ -37,10 +37,10 @@ FUNCTIONS = {"columns": columns, "rows": rows}
 ARGS = {"columns": (STATE,), "rows": (STATE,)}
 
 
-def part(traced: Traced, weight: float, restriction: Restriction) -> Part:
+def part(traced: Traced, weight: float, restriction: Restriction) -> Subproblem:
     graph, table = traced.graph, FactorTable(traced.graph)
     builder = ProblemBuilder(ChoiceSpace(graph, table, restriction), CostModel(graph, SLOW, table), None)
-    return Part(builder, weight, dict(enumerate(graph.inputs)))
+    return Subproblem(builder, weight, dict(enumerate(graph.inputs)))
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25])
@@ -48,7 +48,7 @@ def test_it_is_the_best_of_all_layouts(weight: float) -> None:
     traced = [trace(fn, (STATE,)) for fn in (columns, rows)]
     either = lambda t: Restriction(cuttable=dict.fromkeys(t.graph.inputs, frozenset((0, 1))))
     parts = [part(t, w, either(t)) for t, w in zip(traced, (1.0, weight))]
-    together = Together(parts)
+    together = JointProblem(parts)
     found = solve(together.problem, start=together.replicated(), tolerance=1e-9)
     assert found.assignment is not None
     ways = parts[0].builder.structure.layouts[traced[0].graph.inputs[0]].storable

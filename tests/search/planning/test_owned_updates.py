@@ -113,7 +113,7 @@ def test_whoever_the_owner_is_no_program_is_below_the_joint_bound(owner: int, we
     cluster = cluster_of(1e13, 3e8, 2e-5, first=5)
     plan = planned(cluster, ratios=None)
     task = Task(plan.traced.graph, cluster)
-    ops = [op for group in task.costs.together.groups for op in group.ops]
+    ops = [op for group in task.costs.bucketing.groups for op in group.ops]
     choices = ChoiceSpace(task.graph, task.factors, owners=dict.fromkeys(ops, (owner,)))
     problem = ProblemBuilder(choices, task.costs, Ratios(task.graph, task.factors, weights)).problem()
     assert plan.joint_lower_bound <= solve(problem).cost * (1 + 1e-9)
@@ -285,7 +285,7 @@ def test_devices_that_are_left_out_own_nothing() -> None:
 
 def test_problems_in_which_no_owner_pays_are_as_they_were() -> None:
     task = Task(trace(strategies.mlp, strategies.mlp_args(2048, 64, 256)).graph, strategies.gpus([3.0, 1.0] * 4))
-    assert task.costs.together.groups
+    assert task.costs.bucketing.groups
     assert task.owners == {}
     assert all(not known.owned for known in task.choices.layouts)
 
