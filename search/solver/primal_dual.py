@@ -121,8 +121,8 @@ _Reached = Literal["proof", "states to drop", "end"]
 class PrimalDualSearch:
     """The search for the least `value` among assignments within the limits: incumbent and lower bound.
 
-    The main search's value is the problem's cost. Pricing opens hunts whose value is the Lagrangian and which know
-    no limits; whatever they come across is offered to the `main` search too.
+    The main search's value is the problem's cost. Pricing opens inner searches, whose value is the Lagrangian and which
+    know no limits; they offer what they find to the `main` search too.
     """
 
     def __init__(

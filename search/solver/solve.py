@@ -1,7 +1,7 @@
 """The solver's entry: reduce, price the resources, search.
 
-Without resources one search settles it. With them, multipliers come first (`lagrangian.py`); the searches of the last
-search then keep the limits exactly.
+Without resources one `PrimalDualSearch` settles it. With them, multipliers come first (`lagrangian.py`); the A* of the
+last one then keeps the limits exactly.
 """
 
 from collections.abc import Callable, Iterator, Sequence

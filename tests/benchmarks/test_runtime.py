@@ -16,6 +16,7 @@ from harness.emulated_job import read_json
 from jax.sharding import Mesh
 from systems import planned, stepped
 
+import hapsynth
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.cluster.links import Link
@@ -141,7 +142,7 @@ def test_the_program_of_a_plan_with_overlap_runs_without() -> None:
     cluster = Cluster("two", (kind,) * 2, (0, 1), Link(1e7, 1e-6))
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, np.float32)
     shapes = {"a": shape(64, 96), "b": shape(96, 64)}, shape(960, 64)
-    plan = planned.chosen(["overlap"], layers, shapes, trace(layers, shapes), cluster)["overlap"]
+    plan = hapsynth.synthesize(layers, shapes, cluster, overlap=True)
     alone = plan.without_overlap()
     assert (plan.result.overlap, alone.result.overlap) == (True, False)
     assert (alone.program, alone.sizes) == (plan.program, plan.sizes)

@@ -38,7 +38,7 @@ def ring(size: int, alike: float, unlike: float) -> Problem:
     return Problem((unary,) * size, tuple(Edge(i, (i + 1) % size, groups, groups, table) for i in range(size)))
 
 
-def test_a_tied_assignment_costs_what_it_does_in_the_whole_problem():
+def test_an_assignment_of_the_quotient_costs_what_it_does_in_the_whole_problem():
     problem = shared(TrainingLike(layers=24).problem())
     symmetry = VariableSymmetry.of(problem)
     assert symmetry is not None
@@ -143,7 +143,7 @@ def test_spread_messages_are_a_reparametrisation_and_bring_the_bound_near():
     assert bounds[1] >= bounds[0]
 
 
-def test_ties_never_prove_too_much():
+def test_the_quotient_never_proves_too_much():
     """What begins from ties is right also where they mislead: some rows of random problems, several times over."""
     for seed in range(60):
         one = knotted_problem(seed) if seed % 2 else random_problem(seed)
@@ -156,9 +156,9 @@ def test_ties_never_prove_too_much():
         problem = Problem(one.unary * 3, tuple(edges))
         network = ReducedProblem(problem)
         whole = solve(problem, messages={}, tolerance=1e-9)
-        quotient = solve(problem, messages=None, tolerance=1e-9)
-        assert quotient.cost == pytest.approx(whole.cost)
-        assert quotient.status == whole.status
+        from_quotient = solve(problem, messages=None, tolerance=1e-9)
+        assert from_quotient.cost == pytest.approx(whole.cost)
+        assert from_quotient.status == whole.status
         if np.isfinite(whole.cost) and spread_messages(network, np.zeros(0)):
             network.reduce()
             if not network.infeasible and network.active():
