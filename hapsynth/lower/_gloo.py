@@ -39,6 +39,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
+from hapsynth import _jax
 from hapsynth.instructions.collectives import are_equal
 from hapsynth.instructions.rules.registry import apart
 from hapsynth.instructions.staging import gloo as algorithms
@@ -203,7 +204,9 @@ def _sent_on(x: jax.Array, axis: str, away: int, gloo: LoweringOptions, each: Ea
 
 
 def _has_whole_bytes(x: jax.Array) -> bool:
-    """Whether its numbers are of 8 bits or more."""
+    """Whether it is of numbers, of 8 bits or more each: random keys are none."""
+    if _jax.is_extended(x.dtype):
+        return False
     if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating):
         return True
     return (jnp.iinfo if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo)(x.dtype).bits >= 8

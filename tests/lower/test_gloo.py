@@ -73,21 +73,33 @@ def sent(collective: Collective, n: int, nbytes: int) -> list[tuple[str, int]]:
     return [(e.primitive.name, e.invars[0].aval.size * 4) for e in collectives(collective, n, nbytes)]
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [bool, np.uint8, ml_dtypes.float8_e4m3fn, np.float16, ml_dtypes.bfloat16, np.int16, np.float32, np.complex64],
-)
+DTYPES = [bool, np.uint8, ml_dtypes.float8_e4m3fn, np.float16, ml_dtypes.bfloat16, np.int16, np.float32, np.float64]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, np.complex64])
 def test_swapped_blocks_have_all_their_bits(dtype: Any) -> None:
     """The sign of zero too, and of a size that no word divides."""
     x = np.random.default_rng(0).integers(0, 100, (2, 15)) / 7
     x = (1j * x - x if dtype is np.complex64 else -x if dtype not in (bool, np.uint8) else x).astype(dtype)
     x[0, :2] = 0
     x[1, :2] = -x[0, :2] if dtype is not bool else True
+    with jax.enable_x64(dtype is np.float64):
+        got, wanted = map(np.asarray, gathered(x))
+    assert got.tobytes() == wanted.tobytes() == np.tile(x.reshape(-1), 2).tobytes()
+
+
+def test_random_keys_are_not_swapped() -> None:
+    keys = jax.random.split(jax.random.key(0), (2, 5))
+    got, wanted = map(jax.random.key_data, gathered(keys))
+    np.testing.assert_array_equal(got, wanted)
+
+
+def gathered(x: Any) -> tuple[Any, Any]:
+    """The rows of two devices, by gloo's algorithm for what is large and by JAX's own."""
     run = lambda x: (_gloo.all_gather(x[0], "d", 0, LARGE), lax.all_gather(x[0], "d", axis=0, tiled=True))
     spec = PartitionSpec("d")
     mapped = jax.shard_map(run, mesh=first_devices(2), in_specs=spec, out_specs=spec, check_vma=False)
-    got, wanted = map(np.asarray, jax.jit(mapped)(x))
-    assert got.tobytes() == wanted.tobytes() == np.tile(x.reshape(-1), 2).tobytes()
+    return jax.jit(mapped)(x)
 
 
 def test_two_devices_swap_large_blocks_by_their_sum() -> None:
