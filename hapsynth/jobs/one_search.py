@@ -12,6 +12,7 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced
 from hapsynth.jobs.preflight import checked_together
 from hapsynth.jobs.process_facts import VERSIONS, of_functions, software
+from hapsynth.rendezvous.address import JobError
 from hapsynth.rendezvous.meeting import exchanged, meeting, ranks_of, wanted
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.fixed_ratios import RatioError
@@ -19,6 +20,7 @@ from hapsynth.search.sizing.fixed_ratios import RatioError
 PLANNED_ONCE = "the plan of the process that searched"
 """What errors call it in the others."""
 T = TypeVar("T")
+_COMPARING = "comparing what to plan"
 _DOING = "planning"
 _COMPARED = ("process", "host", "numerics", "threads", *VERSIONS)
 
@@ -38,8 +40,9 @@ def searched_once(
     what was found, `read` the inverse. A process that holds none of the devices, or is alone, or meets nobody
     (HAPSYNTH_PREFLIGHT=off) searches by itself.
 
-    InfeasibleError, RatioError and KeyboardInterrupt of the search are raised in all. Raises PreflightError where the
-    processes are to plan unlike things, JobError where the job is over.
+    InfeasibleError, RatioError and KeyboardInterrupt of the search are raised in all; for any other exception the
+    others raise JobError, which has its text. Raises PreflightError where the processes are to plan unlike things,
+    JobError where the job is over.
     """
     if mesh is None or not mesh.is_multi_process or not wanted() or jax.process_index() not in ranks_of(mesh):
         return search()
@@ -47,24 +50,37 @@ def searched_once(
     here = software(str(client), client.host, mesh)
     facts = {key: here[key] for key in _COMPARED if key in here} | of_functions(functions, cluster)
     facts["asked"] = {name: repr(value) for name, value in asked.items()}
-    with meeting.doing(_DOING):
-        checked_together(meeting.gather(facts, ranks))
+    with meeting.doing(_COMPARING):
+        together = checked_together(meeting.gather(facts, ranks))
     if client.rank != first:
         told = _exchanged(mesh, None)[ranks.index(first)]
         if "found" in told:
             return read(told["found"])
-        text, needs, excess = told["text"], told["needs"], told["excess"]
-        errors = {"RatioError": RatioError(text), "InfeasibleError": InfeasibleError(text, needs, excess)}
-        raise errors.get(told["error"], KeyboardInterrupt(text))
+        raise _error(told, together[ranks.index(first)]["process"])
     try:
         with meeting.doing(_DOING):
             found = search()
-    except (InfeasibleError, RatioError, KeyboardInterrupt) as error:
-        details = {"needs": getattr(error, "needs", None), "excess": getattr(error, "excess", 1.0)}
+        said = {"found": to_dict(found)}
+    except BaseException as error:
+        # Whatever it is: the others wait without a time limit.
+        details = {"needs": error.needs, "excess": error.excess} if isinstance(error, InfeasibleError) else {}
         _exchanged(mesh, {"error": type(error).__name__, "text": str(error), **details})
         raise
-    _exchanged(mesh, {"found": to_dict(found)})
+    _exchanged(mesh, said)
     return found
+
+
+def _error(told: Mapping[str, Any], searcher: str) -> BaseException:
+    """What the others raise for what the search did."""
+    match told["error"]:
+        case "InfeasibleError":
+            return InfeasibleError(told["text"], told["needs"], told["excess"])
+        case "RatioError":
+            return RatioError(told["text"])
+        case "KeyboardInterrupt":
+            return KeyboardInterrupt(told["text"])
+        case kind:
+            return JobError(f"{searcher} could not plan: {kind}: {told['text']}")
 
 
 def _exchanged(mesh: Mesh, said: Any) -> list[Any]:

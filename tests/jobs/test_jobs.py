@@ -36,10 +36,9 @@ from hapsynth.cli.launch import place
 from hapsynth.cli.main import main
 from hapsynth.cli.options import parser
 from hapsynth.cluster.compiler_target import compiler_target
-from hapsynth.jobs import one_search, preflight, process_facts
+from hapsynth.jobs import preflight, process_facts
 from hapsynth.jobs.batch_system import Task, started_by
 from hapsynth.jobs.launch import Launch, _label, _signals, launch, launched
-from hapsynth.jobs.one_search import searched_once
 from hapsynth.jobs.process_facts import _decoded, left_out, notices, of_function, plan_fingerprint, problems, software
 from hapsynth.jobs.supervisor import Supervisor
 from hapsynth.lower import parts
@@ -47,10 +46,7 @@ from hapsynth.rendezvous import meeting
 from hapsynth.rendezvous.address import JobError, Timeouts, free_ports, parse_address
 from hapsynth.rendezvous.client import Client
 from hapsynth.running import allgather
-from hapsynth.running.plan_cache import found_to_dict, read_found
 from hapsynth.search.memory.profile import held_by
-from hapsynth.search.planning.planner import InfeasibleError
-from hapsynth.search.sizing.fixed_ratios import RatioError
 from hapsynth.targets.target_process import _Saved
 
 ROOT = Path(__file__).parents[2]
@@ -716,54 +712,6 @@ def test_processes_meet_before_the_arguments_of_a_first_call_are_placed(monkeypa
 def of_processes(*ranks: int) -> Any:
     devices = np.array([SimpleNamespace(process_index=rank) for rank in ranks])
     return SimpleNamespace(devices=devices, size=len(ranks), is_multi_process=len({*ranks}) > 1)
-
-
-def test_one_process_searches_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it finds or raises reaches the others; what they ask for is compared before."""
-    fn, x, cluster = jnp.sin, np.ones(8, np.float32), slow_cluster((2.0, 1.0))
-    plan = hapsynth.synthesize(fn, (x,), cluster, cache=False)
-    found = plan.traced, dataclasses.replace(plan.result, interrupted=True)
-    mesh: Any = SimpleNamespace(is_multi_process=True, devices=np.array([SimpleNamespace(process_index=1)]))
-    asked, told = list[Any](), list[Any]()
-    exchanged = lambda mesh, said, doing: told.append(json.loads(json.dumps(said))) or [None, told[0]]
-    client = SimpleNamespace(rank=1, host="h")
-    meets = SimpleNamespace(client=client, gather=lambda said, ranks: asked.append(said) or asked, part=lambda: None)
-    meets.doing = lambda _: nullcontext()
-    for module in (one_search, preflight):
-        monkeypatch.setattr(module, "meeting", meets)
-    monkeypatch.setattr(one_search, "exchanged", exchanged)
-    monkeypatch.setattr(one_search, "ranks_of", lambda mesh: (0, 1))
-    monkeypatch.setattr(one_search, "software", lambda *_: {key: FACTS[key] for key in ("process", "numerics", "jax")})
-
-    def searched(rank: int, error: BaseException | None = None, **options: Any) -> Any:
-        def search() -> Any:
-            if error is not None:
-                raise error
-            assert rank == 1
-            return found
-
-        client.rank = rank
-        monkeypatch.setattr(jax, "process_index", lambda: rank)
-        to_dict, read = (lambda f: found_to_dict(*f, cluster)), (lambda data: read_found("it", data, plan.traced))
-        return searched_once(mesh, [plan.traced], cluster, options, search, to_dict, read)
-
-    assert searched(1) is found
-    other = searched(0)
-    assert other[1].interrupted
-    assert plan_fingerprint(hapsynth.Plan(*other, cluster)) == plan_fingerprint(plan)
-    assert other[1].bounds == plan.result.bounds
-    for error in (InfeasibleError("no room", 7.0, 2.0), RatioError("a granule"), KeyboardInterrupt("by hand")):
-        told.clear()
-        for rank in (1, 0):
-            with pytest.raises(type(error), match=str(error)) as caught:
-                searched(rank, error if rank else None)
-            assert getattr(caught.value, "needs", None) == getattr(error, "needs", None)
-    says = r"has options memory_limit 5\.0: give synthesize the same options"
-    with pytest.raises(preflight.PreflightError, match=says):
-        searched(0, memory_limit=5.0)
-    # One that has none of the devices plans by itself.
-    monkeypatch.setattr(one_search, "ranks_of", lambda mesh: (0,))
-    assert searched(1) is found
 
 
 def test_numbers_are_told_at_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:

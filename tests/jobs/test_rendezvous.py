@@ -85,15 +85,18 @@ class Job:
             assert self.told.wait_for(lambda: rank in self.reasons, LIMIT_S), "nothing was noticed"
             return self.reasons[rank]
 
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        if self.server is not None:
+            self.server.close()
+
 
 @pytest.fixture
 def job() -> Iterator[Job]:
     made = Job()
     yield made
-    for client in made.clients:
-        client.close()
-    if made.server is not None:
-        made.server.close()
+    made.close()
 
 
 def hello(port: int, rank: int, **other: Any) -> tuple[socket.socket, dict[str, Any]]:
