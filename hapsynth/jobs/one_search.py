@@ -22,7 +22,7 @@ PLANNED_ONCE = "the plan of the process that searched"
 T = TypeVar("T")
 _COMPARING = "comparing what to plan"
 _DOING = "planning"
-_COMPARED = ("process", "host", "numerics", "threads", *VERSIONS)
+_COMPARED = ("process", "host", "numerics", "threads", "mesh", *VERSIONS)
 
 
 def searched_once(

@@ -1,8 +1,9 @@
 """One search for all processes of a job, which are threads here that meet at a real rendezvous."""
 
 import dataclasses
+import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from test_rendezvous import Job, at_once
 import hapsynth
 from hapsynth.jobs import one_search, preflight
 from hapsynth.jobs.one_search import searched_once
+from hapsynth.jobs.preflight import PreflightError
 from hapsynth.jobs.process_facts import plan_fingerprint
 from hapsynth.rendezvous import meeting
 from hapsynth.rendezvous.address import JobError
@@ -133,3 +135,13 @@ def test_what_the_search_raises_reaches_the_others_and_all_may_plan_again(at_eac
 def test_one_that_holds_none_of_the_devices_plans_by_itself(at_each: AtEach) -> None:
     first = found()
     assert at_each(lambda rank: searched(lambda: first, mesh_of(0, 2)) if rank else None) == [None, first]
+
+
+@pytest.mark.parametrize("orders", [((0, 1), (1, 0)), ((1, 0), (0, 1))])
+def test_meshes_in_other_orders_are_refused(at_each: AtEach, orders: Sequence[tuple[int, int]]) -> None:
+    """By its own mesh each would search, or none."""
+    each = at_each(lambda rank: searched(mesh=mesh_of(*orders[rank])))
+    assert [type(error) for error in each] == [PreflightError] * 2
+    first, second = (", ".join(f"{rank}:{rank}" for rank in order) for order in orders)
+    says = f"process 0 on .* has a mesh of devices {first}, and process 1 on .* has a mesh of devices {second}: make"
+    assert re.match(says, str(each[0]))
