@@ -314,7 +314,7 @@ def synthesize(
         devices,
         [traced],
         cluster,
-        {**asked, "form": form, "time_budget_s": time_budget_s},
+        {**asked, "form": form},
         search,
         lambda found: found_to_dict(*found, cluster),
         lambda data: read_found(PLANNED_ONCE, data, traced),

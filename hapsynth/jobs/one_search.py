@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from hapsynth.jobs.preflight import checked_together
 from hapsynth.jobs.process_facts import VERSIONS, of_functions, software
 from hapsynth.rendezvous.address import JobError
 from hapsynth.rendezvous.meeting import exchanged, meeting, ranks_of, wanted
+from hapsynth.running.plan_cache import plain
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.fixed_ratios import RatioError
 
@@ -36,9 +38,9 @@ def searched_once(
 ) -> T:
     """What `search` finds in the process of the mesh's first device, in all processes that hold devices of the mesh.
 
-    They first compare what they are to plan: `functions`, `cluster` and the options `asked`. `to_dict` makes JSON of
-    what was found, `read` the inverse. A process that holds none of the devices, or is alone, or meets nobody
-    (HAPSYNTH_PREFLIGHT=off) searches by itself.
+    They first compare what they are to plan: `functions`, `cluster` and the options `asked`, of which `plain` makes
+    JSON. `to_dict` makes JSON of what was found, `read` the inverse. A process that holds none of the devices, or is
+    alone, or meets nobody (HAPSYNTH_PREFLIGHT=off) searches by itself.
 
     InfeasibleError, RatioError and KeyboardInterrupt of the search are raised in all; for any other exception the
     others raise JobError, which has its text. Raises PreflightError where the processes are to plan unlike things,
@@ -49,7 +51,7 @@ def searched_once(
     client, ranks, first = meeting.client, ranks_of(mesh), mesh.devices.flat[0].process_index
     here = software(str(client), client.host, mesh)
     facts = {key: here[key] for key in _COMPARED if key in here} | of_functions(functions, cluster)
-    facts["asked"] = {name: repr(value) for name, value in asked.items()}
+    facts["asked"] = json.loads(json.dumps(asked, sort_keys=True, default=plain))
     with meeting.doing(_COMPARING):
         together = checked_together(meeting.gather(facts, ranks))
     if client.rank != first:

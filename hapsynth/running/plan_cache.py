@@ -89,7 +89,7 @@ class CachedPlan:
             "versions": {"hapsynth": _source(), "jax": jax.__version__, "python": sys.version, **_versions()},
             "machine": platform.machine(),
         }
-        text = json.dumps(key, sort_keys=True, default=_plain)
+        text = json.dumps(key, sort_keys=True, default=plain)
         return CachedPlan(folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json", text)
 
     def find(self, traced: Traced) -> tuple[Traced, Result] | None:
@@ -166,10 +166,10 @@ def _drop_oldest(folder: Path) -> None:
         entry.unlink(missing_ok=True)
 
 
-def _plain(value: Any) -> Any:
-    """What JSON does not know: numbers and arrays of NumPy and others, mappings and sequences that are neither dict nor
-    list."""
-    if isinstance(value, (np.ndarray, np.generic)):
+def plain(value: Any) -> Any:
+    """What JSON does not know: numbers and arrays of NumPy, JAX and others, mappings and sequences that are neither
+    dict nor list."""
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return value.tolist()
     if isinstance(value, numbers.Real):
         return float(value)

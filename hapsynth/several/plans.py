@@ -213,7 +213,6 @@ def synthesize_several(
         "lowering": options.lowering.to_dict(),
         "overlap": options.overlap,
         "joint_gap": options.joint_gap,
-        "time_budget_s": options.time_budget_s,
         "form": form,
         "functions": names,
     }

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import SimpleNamespace
@@ -144,4 +145,26 @@ def test_meshes_in_other_orders_are_refused(at_each: AtEach, orders: Sequence[tu
     assert [type(error) for error in each] == [PreflightError] * 2
     first, second = (", ".join(f"{rank}:{rank}" for rank in order) for order in orders)
     says = f"process 0 on .* has a mesh of devices {first}, and process 1 on .* has a mesh of devices {second}: make"
+    assert re.match(says, str(each[0]))
+
+
+class Anonymous(UserDict[str, str]):
+    """Its text is its address."""
+
+    __repr__ = object.__repr__
+
+
+def test_options_that_agree_may_be_written_in_other_ways(at_each: AtEach) -> None:
+    layouts = {"[0]['w']": "S(0)", "[0]['b']": "R"}
+    one = {"fixed": layouts, "ratios": jnp.array([0.5, 0.5])}
+    other = {"ratios": np.float64([0.5, 0.5]), "fixed": Anonymous(reversed(layouts.items()))}
+    own, told = at_each(lambda rank: searched(asked=one if rank else other))
+    assert [type(each) for each in (own, told)] == [tuple] * 2
+
+
+def test_options_that_differ_are_refused(at_each: AtEach) -> None:
+    asked = [{"fixed": {"[0]": cut}, "memory_limit": 5.0} for cut in ("S(0)", "R")]
+    each = at_each(lambda rank: searched(asked=asked[rank]))
+    assert [type(error) for error in each] == [PreflightError] * 2
+    says = r"process 0 on .* has options fixed \[0\] S\(0\), and process 1 on .* has options fixed \[0\] R: give synth"
     assert re.match(says, str(each[0]))
