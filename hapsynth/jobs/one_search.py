@@ -15,6 +15,7 @@ from hapsynth.jobs.preflight import checked_together
 from hapsynth.jobs.process_facts import VERSIONS, of_functions, software
 from hapsynth.rendezvous.address import JobError
 from hapsynth.rendezvous.meeting import exchanged, meeting, ranks_of, wanted
+from hapsynth.rendezvous.server import PLANNING
 from hapsynth.running.plan_cache import plain
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.fixed_ratios import RatioError
@@ -22,7 +23,6 @@ from hapsynth.search.sizing.fixed_ratios import RatioError
 PLANNED_ONCE = "the plan of the process that searched"
 """What errors call it in the others."""
 T = TypeVar("T")
-_COMPARING = "comparing what to plan"
 _DOING = "planning"
 _COMPARED = ("process", "host", "numerics", "threads", "mesh", *VERSIONS)
 
@@ -52,7 +52,7 @@ def searched_once(
     here = software(str(client), client.host, mesh)
     facts = {key: here[key] for key in _COMPARED if key in here} | of_functions(functions, cluster)
     facts["asked"] = json.loads(json.dumps(asked, sort_keys=True, default=plain))
-    with meeting.doing(_COMPARING):
+    with meeting.doing(PLANNING):
         together = checked_together(meeting.gather(facts, ranks))
     if client.rank != first:
         told = _exchanged(mesh, None)[ranks.index(first)]

@@ -314,7 +314,7 @@ _PARTS: tuple[tuple[str, str, str], ...] = (
     (
         "plan",
         "plan {}",
-        "save the plan in one process, load that very file in all (hapsynth.load), and call plans in the same order",
+        "load one plan file in all (`hapsynth.load`), and call plans in the same order",
     ),
 )
 """What a plan comes from: what differs first explains what differs after it."""

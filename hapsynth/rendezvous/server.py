@@ -34,6 +34,7 @@ _STRANGERS = 128
 """Connections that have not said hello; the oldest goes when there are more."""
 AT_WORK = "at work"
 INITIALIZING = "in jax.distributed.initialize"
+PLANNING = "comparing what to plan"
 _INITIALIZING_S = 5.0
 _CUT = 0.65
 """Of the silence that is borne: for two that don't reach each other, which is noticed seconds after it began."""
@@ -377,7 +378,7 @@ class Server:
                 at = f"a plan of {listed(ranks)}, and others to one of {listed(other.ranks)}"
                 if ranks == other.ranks:
                     at = f"{name}, and others to {others_name}"
-                self._end(f"{member} comes to {at}: call the same plans in the same order everywhere")
+                self._end(f"{member} comes to {at}: {_way_to_meet(name, others_name)}")
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -427,8 +428,8 @@ class Server:
         self._judge_silence(present, now)
         self._judge_initializing(present, now)
         self._judge_links(now)
-        for gather in list(self._gathers.values()):
-            self._judge_waiting(gather, now)
+        for (name, _), gather in list(self._gathers.items()):
+            self._judge_waiting(name, gather, now)
 
     def _judge_silence(self, present: Sequence[Member], now: float) -> None:
         silent = lambda seconds: [m for m in present if not m.left and now - m.heard > seconds]
@@ -485,7 +486,7 @@ class Server:
                     "(HAPSYNTH_SILENCE_S allows more)"
                 )
 
-    def _judge_waiting(self, gather: _Gather, now: float) -> None:
+    def _judge_waiting(self, name: str, gather: _Gather, now: float) -> None:
         missing = [r for r in gather.ranks if r not in gather.values]
         never = [r for r in missing if r not in self._members or self._members[r].returns]
         waited = now - gather.began
@@ -501,13 +502,13 @@ class Server:
         elif never and waited > self.timeouts.join:
             self._end(
                 f"{listed(never)} did not come to the plan within {self.timeouts.join:g} s, where {here}: see whether "
-                "it runs and calls the plan (HAPSYNTH_JOIN_S allows more)"
+                f"it runs{f'; {_TO_PLAN}' if PLANNING in name else ' and calls the plan'} (HAPSYNTH_JOIN_S allows more)"
             )
         elif waited > self.timeouts.barrier and not gather.patient:
             self._end(
                 f"{', '.join(self._named(r) for r in missing)} did not come to the plan within "
-                f"{self.timeouts.barrier:g} s, where {here}: call the same plans in the same order everywhere, or set "
-                "HAPSYNTH_BARRIER_S higher where compiling takes longer"
+                f"{self.timeouts.barrier:g} s, where {here}: {_way_to_meet(name)}; or set HAPSYNTH_BARRIER_S higher "
+                "where tracing or compiling takes longer"
             )
         elif now - gather.noticed > _NOTICE_S:
             gather.noticed = now
@@ -556,6 +557,18 @@ def _way_out(error: str) -> str:
     """Of a process that says with which error it ended."""
     way = next((f"{way}, and start the job again" for found, way in _WAYS_OUT if re.search(found, error)), _AGAIN)
     return f"its own output has the traceback; {way}"
+
+
+_TO_PLAN = (
+    "every process of the mesh must call `hapsynth.synthesize`; to plan in one alone give it the `Cluster`, save the "
+    "plan, and `hapsynth.load` it in all"
+)
+
+
+def _way_to_meet(*names: str) -> str:
+    """Where processes come to unlike meetings, or some of them to none."""
+    planning = any(PLANNING in name for name in names)
+    return _TO_PLAN if planning else "call the same plans in the same order everywhere"
 
 
 def _whole(said: Any) -> int:

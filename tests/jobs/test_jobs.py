@@ -109,7 +109,7 @@ def test_processes_that_fit_together() -> None:
         ({"hapsynth": "2"}, "p0 has hapsynth 1, and p1 has hapsynth 2: install the same hapsynth everywhere"),
         ({"jax": "2"}, "p1 has jax 2: install the same jax"),
         ({"jaxlib": "2"}, "p1 has jaxlib 2: install the same jaxlib"),
-        ({"plan": "g"}, "p1 has plan g: save the plan in one process, load that very file in all"),
+        ({"plan": "g"}, "p1 has plan g: load one plan file in all (`hapsynth.load`)"),
         (
             {"plan": "g", "numerics": {"jax_default_prng_impl": "rbg", "jax_enable_x64": False}},
             "p0 has jax_default_prng_impl threefry, and p1 has jax_default_prng_impl rbg: set the same in every",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from hapsynth.rendezvous.address import JobError, Timeouts, find_address, free_p
 from hapsynth.rendezvous.client import Client
 from hapsynth.rendezvous.meeting import _initializing
 from hapsynth.rendezvous.peers import Peers
-from hapsynth.rendezvous.server import PROTOCOL, Server, serving_host
+from hapsynth.rendezvous.server import PLANNING, PROTOCOL, Server, serving_host
 from hapsynth.rendezvous.wire import Channel
 
 pytestmark = pytest.mark.waits
@@ -337,6 +338,38 @@ def test_one_that_saves_as_the_other_compares_plans(job: Job) -> None:
             client.gather(name, 1, [0, 1])
 
     at_once(lambda: meet(a, "meeting 5 (saving)"), lambda: meet(b, "meeting 5"))
+
+
+PLANNED = r"every process of the mesh must call `hapsynth\.synthesize`; to plan in one alone give it the `Cluster`"
+
+
+@pytest.mark.parametrize(
+    ("other_does", "timeouts", "says"),
+    [
+        ("loads", PATIENT, rf"comes to meeting 1.*, and others to meeting 1.*: {PLANNED}"),
+        (
+            "computes",
+            replace(PATIENT, barrier=0.2),
+            rf"did not come to the plan within 0\.2 s.*: {PLANNED}.*HAPSYNTH_BARRIER_S",
+        ),
+        (
+            "is not there",
+            replace(PATIENT, join=0.2),
+            rf"did not come to the plan within 0\.2 s.* runs; {PLANNED}.*HAPSYNTH_JOIN_S",
+        ),
+    ],
+)
+def test_one_that_plans_for_the_mesh_alone(job: Job, other_does: str, timeouts: Timeouts, says: str) -> None:
+    """As where a script has process 0 plan, and the others load the plan."""
+    port = job.serve(timeouts=timeouts)
+    clients = [job.join(port, rank) for rank in range(1 if other_does == "is not there" else 2)]
+    doing = [PLANNING, "placing arguments"] if other_does == "loads" else [PLANNING]
+
+    def meet(client: Client, doing: str) -> None:
+        with pytest.raises(JobError, match=says):
+            client.gather(f"meeting 1 ({doing})", None, [0, 1])
+
+    at_once(*(partial(meet, client, what) for client, what in zip(clients, doing)))
 
 
 def test_a_connection_to_itself_is_none(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
