@@ -51,8 +51,9 @@ def place(options: argparse.Namespace, environment: Mapping[str, str]) -> Launch
         if not coordinator and task is not None and here < count:
             if (first == 0) != (task.index == 0):
                 raise UsageError(
-                    f"--process is {first} on host {task.index} of those that the batch system started launchers on: "
-                    "give 0 on its first, or --coordinator HOST:PORT, HOST being that of process 0"
+                    f"this launcher is number {task.index} of the batch system's and begins with process {first} "
+                    "(--process): process 0 must be with its launcher 0; or give --coordinator HOST:PORT of the host "
+                    "that has it"
                 )
             coordinator = task.coordinator
         return Launch(here, count, first, coordinator)

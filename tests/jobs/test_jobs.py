@@ -584,7 +584,8 @@ def test_where_a_launcher_stands(argv: str, environment: dict[str, str], stands:
 
 
 def test_process_0_is_where_the_batch_system_says() -> None:
-    with pytest.raises(UsageError, match=r"--process is 0 on host 3 of those .*give 0 on its first, or --coordinator"):
+    says = r"launcher is number 3 of .* process 0 \(--process\): process 0 must be with its launcher 0; or give --coord"
+    with pytest.raises(UsageError, match=says):
         place(parser().parse_args(["launch", "-n", "4", "--processes", "6", "train.py"]), SRUN)
 
 
