@@ -144,11 +144,14 @@ def synthesize(
     function name of the ratios for each.
 
     Ctrl-C during the search returns the best plan so far, with `plan.result.interrupted` true and a bound that is
-    sought for a second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised.
+    sought for a second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised. In a
+    job only Ctrl-C in the process that searches does so; in one that waits it ends the job.
 
-    With a mesh of several processes all of them must call, with the same arguments. That of the mesh's first device
-    searches, and tells `progress`; the others wait for its plan, or raise what it raises. (With HAPSYNTH_PREFLIGHT=off
-    each searches by itself.)
+    With a mesh of several processes every process that holds devices of it must call, with the same arguments. The
+    process with the mesh's first device searches, by its `time_budget_s`, and calls its `progress`; the others'
+    `progress` is never called. The others wait for its plan, or raise what it raises: KeyboardInterrupt,
+    InfeasibleError or RatioError, or else JobError with the error's text. (With HAPSYNTH_PREFLIGHT=off each searches
+    by itself.) It must not run beside another call of the job, in another thread.
 
     Args:
         fn: Any function that `jax.jit` takes, or a dict of functions with one state.
@@ -204,8 +207,9 @@ def synthesize(
     Raises:
         TraceError: for arguments or functions that cannot be planned.
         InfeasibleError: where no program fits the memory.
-        JobError: where the processes of the mesh do not find each other; PreflightError, one of these, where it leaves
-            out a process for another's second device, or they are to plan unlike things.
+        JobError: where the processes of the mesh do not find each other, or the one that searches fails;
+            PreflightError, one of these, where it leaves out a process for another's second device, or they are to plan
+            unlike things.
         ValueError: for a mesh that is not the cluster's (in number, in the order of its kinds, in its axes).
         TypeError, ValueError: for options of no use. RatioError, one of these, for `ratios` that break a class's
             granule, with the nearest that do not.

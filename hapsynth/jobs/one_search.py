@@ -1,4 +1,5 @@
-"""One search for all processes of a job: that of a mesh's first device plans, and the others take what it found."""
+"""One search for all processes of a job: the process that holds the mesh's first device searches, and the others take
+its plan."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.fixed_ratios import RatioError
 
 PLANNED_ONCE = "the plan of the process that searched"
-"""What errors call it in the others."""
+"""How errors in the other processes name the plan, where a saved plan's would name its file."""
 T = TypeVar("T")
 _DOING = "planning"
 _COMPARED = ("process", "host", "numerics", "threads", "mesh", *VERSIONS)
