@@ -23,7 +23,7 @@ from hapsynth.profile.contention import BESIDE, delayed_by, of_contention, small
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, by_memory, groups, rounded, smooth, typical
 from hapsynth.profile.op_kernels import DISPATCH, LAUNCH, STREAM, Kernel, largest_matmul
-from hapsynth.profile.plausibility import Implausible, ProfileError, falling, unlikely, unsteady
+from hapsynth.profile.plausibility import NEEDED, Implausible, ProfileError, falling, lacking, unlikely, unsteady
 from hapsynth.profile.sampling import Floats
 from hapsynth.search.cost.network import PRICES, axis_links
 
@@ -49,7 +49,7 @@ def _known(device_kind: str) -> DeviceKind | None:
 
 class Builder:
     """`ran`, `sent`: the measurements. `figures`: seconds and spread of each, [devices, 2]. `memory`: bytes of each
-    device, -1 where not known."""
+    device, -1 where not known. `failed`: figure -> how, of those that could not be measured."""
 
     def __init__(
         self,
@@ -59,9 +59,10 @@ class Builder:
         sent: Sequence[Exchange],
         figures: Mapping[str, Floats],
         memory: Sequence[int],
+        failed: Mapping[str, str],
     ) -> None:
         self.job, self.axes, self.ran, self.sent, self.figures = job, axes, ran, sent, figures
-        self.memory = memory
+        self.memory, self.failed = memory, failed
         names = [d.device_kind for d in job.devices]
         self.alike = alike = speed_groups(job, ran, figures)
         # Devices that only memory tells apart are equally fast.
@@ -94,9 +95,10 @@ class Builder:
             times = [wires[e.key][0] for e in entries]
             doubts += falling("all devices", [e.key for e in entries], [(t, 0.0) for t in times])
             if times[-1] <= 0:
-                key = entries[-1].key
-                doubts.append(Implausible(f"{key} takes no longer than a program without it", (key,)))
-        return doubts
+                last = entries[-1]
+                keys = [e.key for e in self.sent if (e.step, e.axis) == (BASE, last.axis)]
+                doubts.append(Implausible(f"{last.key} takes no longer than a program without it", (*keys, last.key)))
+        return [*doubts, *lacking(self.failed, self.ran)]
 
     def unmeasured(self) -> list[str]:
         """The classes of ops that were run and have no curve."""
@@ -140,19 +142,26 @@ class Builder:
         source = f"hapsynth profile, JAX {jax.__version__}, {platform.node()}"
         dtypes = list(dict.fromkeys(k.dtype for k in self.ran))
         kind = fit.kind(name, dtypes, memory, source)
-        if kind is None and not any(k.family == STREAM for k in fit.kernels):
-            raise ProfileError(
-                f"{name} has {nbytes(memory)} of memory, too little for the smallest array that its bandwidth is "
-                "measured with: end what else uses it, or give it more"
-            )
         if kind is None:
-            raise ProfileError(f"{name}: float32 matmuls or memory came out as taking no time; run it again")
+            raise ProfileError(self._lacks(name, fit, memory))
         on_cpu = self.job.devices[members[0]].platform == "cpu"
         granularity = DEFAULT_GRANULARITY if on_cpu else GPU_GRANULARITY
         # Contention is not measured everywhere, as where there is one device.
         usual = kind.default_contention if known is None else known.default_contention
         kind = replace(kind, contention=self._contention(members), default_contention=usual, granularity=granularity)
         return replace(kind, contention_delay=self._delay(members[0]))
+
+    def _lacks(self, name: str, fit: KindFit, memory: int) -> str:
+        """Why there is no `KindFit.kind`."""
+        failures = lacking(self.failed, self.ran, NEEDED)
+        if failure := next(failures, None):
+            return f"{name} can't be priced: {failure.text}"
+        if not any(k.family == STREAM for k in fit.kernels):
+            return (
+                f"{name} has {nbytes(memory)} of memory, too little for the smallest array that its bandwidth is "
+                "measured with: end what else uses it, or give it more"
+            )
+        return f"{name}: float32 matmuls or memory came out as taking no time; run it again"
 
     def _contention(self, devices: Sequence[int]) -> float | None:
         """How many times as long the largest matmul takes beside a collective; None where that was not measured."""

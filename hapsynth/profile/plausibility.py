@@ -15,6 +15,8 @@ MOST_FALL = 0.5
 """An op of more work that takes less than this part of the time of one of less."""
 MOST_FLOPS, MOST_BYTES = 2e16, 1e14
 """Per second and device: several times what any device does in 2026."""
+NEEDED = (STREAM, "matmul")
+"""Without figures of these in float32 there is no device kind."""
 
 
 class Implausible(NamedTuple):
@@ -45,13 +47,18 @@ def unsteady(where: str, times: Times) -> Iterator[Implausible]:
 
 
 def unlikely(where: str, fit: KindFit) -> Iterator[Implausible]:
-    """Rates that no device has."""
+    """Rates that no device has, and those that every device has and that came out as none."""
     usual = [k for k in fit.kernels if k.family not in (DISPATCH, LAUNCH) and not k.op]
+    starting = tuple(k.key for k in fit.kernels if k.family in (DISPATCH, LAUNCH))
     for family, dtype in dict.fromkeys((k.family, k.dtype) for k in usual):
         alike = [k for k in usual if (k.family, k.dtype) == (family, dtype)]
         keys, largest, seconds = tuple(k.key for k in alike), alike[-1], fit.net(alike[-1])
         what, most = ("bytes", MOST_BYTES) if family == STREAM else ("FLOP", MOST_FLOPS)
-        if seconds < -fit.noise(largest):
+        if family in NEEDED and dtype == "float32" and not fit.measurable(family, dtype):
+            # It may be the figures of starting that are too large.
+            text = f"{family} in {dtype} on {where} takes no longer than starting it, or than it varies, at any size"
+            yield Implausible(text, (*keys, *starting))
+        elif seconds < -fit.noise(largest):
             yield Implausible(f"{largest.key} on {where} takes no longer than starting it", keys)
         elif seconds > fit.noise(largest) and largest.amount / seconds > most:
             yield Implausible(f"{largest.key} on {where} makes {largest.amount / seconds:.2g} {what}/s", keys)
@@ -63,10 +70,12 @@ def unlikely(where: str, fit: KindFit) -> Iterator[Implausible]:
             yield Implausible(f"{op.op} ({signature}) on {where} makes {rate:.2g} FLOP/s", keys)
 
 
-def lacking(failed: Mapping[str, str], ran: Sequence[Kernel]) -> Iterator[Implausible]:
+def lacking(
+    failed: Mapping[str, str], ran: Sequence[Kernel], families: Sequence[str] = (*OP_CLASSES, DISPATCH, LAUNCH, STREAM)
+) -> Iterator[Implausible]:
     """What plans are priced by and was not measured at any size, as it failed. `failed`: figure -> how."""
     measured = {(k.family, k.dtype) for k in ran}
-    for family in (*OP_CLASSES, DISPATCH, LAUNCH, STREAM):
+    for family in families:
         keys = tuple(key for key in failed if key.startswith(f"{family}/float32/"))
         if keys and (family, "float32") not in measured:
             yield Implausible(f"there is no figure of {family} in float32, as {failed[keys[0]]}", keys)

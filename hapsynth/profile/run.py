@@ -29,7 +29,7 @@ from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import typical_kind
 from hapsynth.profile.measured_ops import MOST_OPS, MOST_OPS_QUICK, Ops
 from hapsynth.profile.op_kernels import TF32, Kernel, kernels, largest_matmul
-from hapsynth.profile.plausibility import ProfileError, lacking, refusal
+from hapsynth.profile.plausibility import ProfileError, refusal
 from hapsynth.profile.resume import State, packed, unpacked
 from hapsynth.profile.sampling import Floats, sampled
 
@@ -96,8 +96,8 @@ def profile(
     for text in measuring.failed.values():
         note(f"{text}; not measured anywhere")
     # Now that much has been compiled and run: a CPU's process has grown by that, and will for a plan.
-    builder = Builder(job, axes, ran, sent, state.figures, job.memory())
-    doubts = [*builder.doubts(), *lacking(measuring.failed, ran)]
+    builder = Builder(job, axes, ran, sent, state.figures, job.memory(), measuring.failed)
+    doubts = builder.doubts()
     try:
         if doubts and not force:
             raise refusal(doubts, str(partial or ""))
@@ -148,7 +148,7 @@ class _Measuring:
     def __init__(self, job: Job, options: Options, state: State, tell: Callable[[str], None], memory: int) -> None:
         self.job, self.options, self.state, self.tell, self.memory = job, options, state, tell, memory
         self.failed: dict[str, str] = {}
-        """Figure -> the first process's error and which processes had one."""
+        """Figure -> the error of the first process that had one, and which processes had one."""
 
     def kernels(self, wanted: Sequence[Kernel]) -> list[Kernel]:
         """Those that were measured: all but the ones that take too long or too much memory."""

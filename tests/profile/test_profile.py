@@ -26,7 +26,7 @@ from hapsynth.instructions.collectives import STEPS
 from hapsynth.instructions.rules.contraction import CONTRACTIONS, is_precise
 from hapsynth.profile import run
 from hapsynth.profile.cluster_builder import Builder
-from hapsynth.profile.collectives import _step, exchanges, fitted, link_of, rings, runner
+from hapsynth.profile.collectives import BASE, _step, exchanges, fitted, link_of, rings, runner
 from hapsynth.profile.contention import BESIDE, beside, delayed, delayed_by, small_gather
 from hapsynth.profile.job import Job
 from hapsynth.profile.kind_fit import KindFit, groups, smooth, typical, typical_kind
@@ -145,7 +145,7 @@ def built(
 ) -> Builder:
     ran, sent, found = figures_of(job, axis)
     memory = memory or [1 << 30] * job.n
-    return Builder(job, ((axis, job.n),), ran, sent, {**found, **(figures or {})}, memory)  # type: ignore[arg-type]
+    return Builder(job, ((axis, job.n),), ran, sent, {**found, **(figures or {})}, memory, {})  # type: ignore[arg-type]
 
 
 def test_what_is_given_is_found_again(tmp_path: Path) -> None:
@@ -228,7 +228,11 @@ def test_a_device_of_little_memory_is_measured() -> None:
     ran, sent, found = figures_of(job)
     without = [k for k in ran if k.family != STREAM]
     with pytest.raises(ProfileError, match=r"cpu has 64.0 MiB of memory, too little for"):
-        Builder(job, (("hap", 1),), without, sent, found, [64 << 20]).cluster()
+        Builder(job, (("hap", 1),), without, sent, found, [64 << 20], {}).cluster()
+    # One that fails does.
+    failed = {"stream/float32/4194304": "stream/float32/4194304 fails on cpu (process 0): TypeError: no loops"}
+    with pytest.raises(ProfileError, match=r"cpu can't be priced: .* no figure of stream .* TypeError: no loops"):
+        Builder(job, (("hap", 1),), without, sent, found, [64 << 20], failed).cluster()
 
 
 def test_contention_is_what_a_matmul_takes_longer_beside_a_collective() -> None:
@@ -405,6 +409,14 @@ def test_nonsense_is_doubted(key: str, seconds: float, spread: float, says: str)
     assert any(says in doubt.text for doubt in doubts)
     assert "run it again" in str(refusal(doubts, "c.partial"))
     assert "--force" in str(refusal(doubts, "c.partial"))
+
+
+def test_what_a_collective_is_told_from_is_measured_again_with_it() -> None:
+    job = FakeJob([1.0, 1.0])
+    (base,) = [e.key for e in figures_of(job)[1] if e.step == BASE]
+    doubts = built(job, {base: np.array([[1.0, 0.01]] * 2)}).doubts()
+    assert doubts
+    assert all(base in doubt.keys for doubt in doubts)
 
 
 def test_ops_that_take_no_time_are_named() -> None:
@@ -654,6 +666,26 @@ def test_refused_figures_are_measured_again(
     left = json.loads((tmp_path / "c.toml.partial").read_text())["figures"]
     # Nor is what may have been measured otherwise by another figure.
     assert list(left) == [k.key for k in list(kernels(("float32",), True))[2:6:2]]
+
+
+@pytest.mark.parametrize("given", [[], ["--force"]])
+def test_what_varies_too_much_to_measure_anything_is_measured_again(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each takes longer than starting, by less than that varies: none is absurd by itself."""
+    first = list(kernels(("float32",), True))[:6]
+    monkeypatch.setattr("hapsynth.profile.run.kernels", lambda *_: first)
+    modelled_profile.install(monkeypatch.setattr)
+    steady, busy = run.sampled, iter([1e-3, *[1.2e-3] * 5])
+    took = lambda seconds: (np.array([seconds]), np.array([0.4]))
+    monkeypatch.setattr(run, "sampled", lambda *args: took(s) if (s := next(busy, None)) else steady(*args))
+    file = tmp_path / "c.toml"
+    asked = ["profile", "-o", str(file), "--quick", "--devices", "1"]
+    assert main([*asked, *given]) == 2
+    assert ("not saved" in capsys.readouterr().err) is not bool(given)
+    assert json.loads((tmp_path / "c.toml.partial").read_text())["figures"] == {}
+    assert main([*asked, *given]) == 0
+    assert Cluster.load(file).n == 1
 
 
 def test_what_fails_is_told_and_saved_only_if_forced(
