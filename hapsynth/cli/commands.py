@@ -248,21 +248,17 @@ def _search(options: argparse.Namespace, session: _Session) -> int:
         with activity(_shown(options)) as tell:
             tell("planned; beside it data parallel, ZeRO-2, ZeRO-3, one device")
             baselines = json_records.comparison(plan, json_records.COMMON, each=False)
-    record = json_records.search_record(plan, baselines)
-    advising = options.advise and not plan.result.interrupted
-    # Before what can't be printed: a full disk, say.
-    if not advising:
-        session.files.write_json(options.json, record)
+    record, variants = json_records.search_record(plan, baselines), None
+    if options.advise and not plan.result.interrupted:
+        with activity(_shown(options)) as tell:
+            variants = advise(plan, lambda on: _replanned(options, target, on), tell)
+        record["advice"] = advice_record(variants)
+    session.files.write_json(options.json, record)
     if session.out is not None:
         print_summary(session.out, plan, json_records.costs_of(plan), baselines, listing=options.program)
         if options.plan:
             session.out.print(f"plan           {options.plan}")
-    if advising:
-        with activity(_shown(options)) as tell:
-            variants = advise(plan, lambda on: _replanned(options, target, on), tell)
-        record["advice"] = advice_record(variants)
-        session.files.write_json(options.json, record)
-        if session.out is not None:
+        if variants is not None:
             print_advice(session.out, variants)
     return DONE
 

@@ -497,7 +497,7 @@ class Broken:
         raise OSError("no file")
 
 
-@pytest.mark.parametrize("extra", [["--json", "a.json"], ["--json", "-"]])
+@pytest.mark.parametrize("extra", [["--json", "a.json"], ["--json", "-"], ["--json", "a.json", "--advise"]])
 def test_a_full_standard_output(
     extra: list[str], files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -507,6 +507,7 @@ def test_a_full_standard_output(
     error = "hapsynth search: standard output: [Errno 28] No space left on device\n"
     assert capsys.readouterr().err == error
     assert (files / "a.json").exists() is (extra[1] == "a.json")
+    assert extra[2:] == [] or "advice" in json.loads((files / "a.json").read_text())
 
 
 def test_names_that_standard_output_has_no_characters_for(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
