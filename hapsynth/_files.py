@@ -70,11 +70,11 @@ def mode_of(path: Path) -> int:
 
 
 def say(text: str) -> None:
-    """A line on standard error. Whoever reads it may have gone, or its disk be full: then it is dropped, as is what
-    comes after."""
+    """A line on standard error. Whoever reads it may have gone, its disk be full, or it be closed: then the line is
+    dropped, as is what comes after."""
     try:
         print(text, file=sys.stderr, flush=True)
-    except OSError:
+    except (OSError, ValueError):
         discard(sys.stderr)
 
 

@@ -116,7 +116,10 @@ class _StandardError(logging.Handler):
     """Of this moment: a progress line that is shown there has put itself in its place."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record))
+        try:
+            say(self.format(record))
+        except Exception:
+            self.handleError(record)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, stream) is None:  # closed, as by `>&-`
             setattr(sys, stream, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
         elif isinstance(to := getattr(sys, stream), io.TextIOWrapper):
-            with suppress(OSError):  # of what a caller has printed, and nobody reads
+            with suppress(OSError, ValueError):  # of what a caller has printed and nobody reads, or of a closed one
                 to.reconfigure(errors="backslashreplace")  # names may have characters that it lacks
     status = _run(argv)
     # Python holds what argparse, a model file or the processes of a job printed, and at exit would end with a status of
@@ -36,9 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a closed one raises the latter
             discard(stream)
-            if stream is sys.stdout and not isinstance(error, BrokenPipeError):
+            if stream is sys.stdout and isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
                 status = status or fail_of_system("hapsynth", error)
     return status
 

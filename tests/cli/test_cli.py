@@ -584,6 +584,19 @@ def test_sigterm_is_ctrl_c_but_in_processes_of_a_launcher(
     assert handlers == [signal.default_int_handler, signal.SIG_DFL]
 
 
+def test_streams_that_a_caller_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, io.TextIOWrapper(io.BytesIO()))
+        getattr(sys, stream).close()
+    assert main(["explain", "nosuch.json", "model.py"]) == 2
+
+
+def test_a_record_that_has_no_text_ends_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with commands._told("hapsynth search", argparse.Namespace(quiet=False, verbose=0)):
+        logging.getLogger("hapsynth").warning("%d devices", "two")
+    assert "'%d devices'" in capsys.readouterr().err
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_closed_stream_is_written_to_in_vain(closed: str, files: Path) -> None:
