@@ -109,7 +109,7 @@ class Result:
     """The thresholds by which the program was priced, and is lowered."""
 
     @property
-    def room(self) -> MemoryBudget:
+    def memory_budget(self) -> MemoryBudget:
         """The memory budget of the devices that take part."""
         used = range(len(self.memory_limit_bytes)) if self.devices is None else self.devices
         return MemoryBudget(tuple(self.memory_limit_bytes[d] for d in used), self.exact)

@@ -39,7 +39,7 @@ def for_shapes(plan: P, args: Sequence[Any], kwargs: Mapping[str, Any]) -> P:
         if isinstance(i, Compute) and not table[i.op].allows(i.triples):
             raise ShapeError(f"{_named(graph.ops[i.op])} cannot be divided as it is in the plan: {_AGAIN}")
     axes, result = plan.program.axes, plan.result
-    costs = CostModel(graph, plan.used, table, axes, result.room, result.lowering)
+    costs = CostModel(graph, plan.used, table, axes, result.memory_budget, result.lowering)
     try:
         classes = Classes.build(graph, plan.program, table)
         pinned = list(_kept(plan, graph))

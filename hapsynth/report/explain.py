@@ -279,7 +279,7 @@ class Explainer:
 
     def _fits(self, memory: Sequence[float]) -> str:
         """Whether each device that takes part has so much."""
-        limits = self.plan.result.room.limits
+        limits = self.plan.result.memory_budget.limits
         return "yes" if all(peak <= limit for peak, limit in zip(memory, limits, strict=True)) else "no"
 
     def _share(self, spent: float) -> str:

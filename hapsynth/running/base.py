@@ -206,7 +206,7 @@ class Planned(ABC):
         """The cost model of the devices that take part, or of `cluster`, which must have as many."""
         graph, result = self.traced.graph, self.result
         axes = self.program.axes
-        return CostModel(graph, cluster or self.used, FactorTable(graph), axes, result.room, result.lowering)
+        return CostModel(graph, cluster or self.used, FactorTable(graph), axes, result.memory_budget, result.lowering)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -301,7 +301,7 @@ class Planned(ABC):
             options=options,
             latencies=self.latencies,
             scheduled=self.scheduled,
-            memory_limit_bytes=min(self.result.room.limits[d] for d in local_numbers(self.mesh)),
+            memory_limit_bytes=min(self.result.memory_budget.limits[d] for d in local_numbers(self.mesh)),
         )
 
     @property

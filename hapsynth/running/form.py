@@ -148,8 +148,8 @@ def peak_bytes(graph: Graph, result: Result, cluster: Cluster, *, exact: bool, o
     """As `held_bytes`, in the program's order, of shards that are stored at their exact size or padded."""
     program, sizes = result.program, result.sizes
     used = tuple(range(cluster.n)) if result.devices is None else result.devices
-    room = replace(result.room, exact=exact)
-    costs = CostModel(graph, cluster.subset(used), FactorTable(graph), program.axes, room, result.lowering)
+    budget = replace(result.memory_budget, exact=exact)
+    costs = CostModel(graph, cluster.subset(used), FactorTable(graph), program.axes, budget, result.lowering)
     under_way = program_timeline(program, sizes, costs).under_way if overlap else {}
     held = MemoryProfile(program, sizes.classes, costs, under_way).peaks(sizes)
     return tuple(dict(zip(used, held, strict=True)).get(d, 0.0) for d in range(cluster.n))
@@ -160,7 +160,7 @@ def only_exact(graph: Graph, result: Result, cluster: Cluster) -> str:
     if not result.exact:
         return ""
     used = tuple(range(cluster.n)) if result.devices is None else result.devices
-    budget = replace(result.room, exact=False)
+    budget = replace(result.memory_budget, exact=False)
     padded = CostModel(graph, cluster.subset(used), FactorTable(graph), result.program.axes, budget, result.lowering)
     needed = peak(result.program, result.sizes, padded)
     if needed <= budget.limit:

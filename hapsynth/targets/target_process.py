@@ -231,8 +231,8 @@ class _Saved:
         cluster, result, table = self.cluster.subset(self.used), self.result, FactorTable(self.traced.graph)
         if not self._of_card:
             cluster = replace(cluster, devices=(self.kind,) * cluster.n)
-        room = replace(result.room, exact=exact)
-        return CostModel(self.traced.graph, cluster, table, result.program.axes, room, result.lowering)
+        budget = replace(result.memory_budget, exact=exact)
+        return CostModel(self.traced.graph, cluster, table, result.program.axes, budget, result.lowering)
 
     @property
     def call(self) -> Predicted:

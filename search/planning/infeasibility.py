@@ -14,20 +14,20 @@ def shortage(costs: CostModel, least: Candidate | None, certain: float, *, pinne
     `certain`: what every program's bytes count. `pinned`: whether ratios were asked for. `late`:
     whether the time budget ended the search.
     """
-    room = costs.memory_budget
+    budget = costs.memory_budget
     device = int(np.argmin([k.memory for k in costs.cluster.devices]))
     mib = lambda nbytes: f"{nbytes / 2**20:.4g} MiB"
     found = "no program keeps to the layouts that are fixed"
     if least is not None:
         held = least.held()
-        if room.exact:
-            device = int(np.argmax(np.array(held) / room.limits))
-        found = f"the smallest program found needs {mib(held[device])}, {mib(held[device] - room.limits[device])}"
+        if budget.exact:
+            device = int(np.argmax(np.array(held) / budget.limits))
+        found = f"the smallest program found needs {mib(held[device])}, {mib(held[device] - budget.limits[device])}"
         every = mib(min(certain, least.memory))
-        if room.proportions is not None:
-            every = f"{100 * min(certain, least.memory) / room.limit:.0f} % of what some device has"
+        if budget.proportions is not None:
+            every = f"{100 * min(certain, least.memory) / budget.limit:.0f} % of what some device has"
         found += f" too much (every program needs {every} or more)" if certain else " too much"
-    limit, name = room.limits[device], costs.cluster.devices[device].name
+    limit, name = budget.limits[device], costs.cluster.devices[device].name
     at, other = (" at these ratios", "other ratios, ") if pinned else ("", "")
     none, more = "no program fits", ""
     if late:

@@ -179,7 +179,7 @@ class ClassCosts:
             self._add_work(load, 1.0)
         for i, load, runs in zip(program.instructions, index.load_of, index.runs, strict=True):
             if isinstance(i, Convert):
-                self._add_wire(i, runs)
+                self._add_conversion(i, runs)
             else:
                 self._add_work(index.loads[load], runs)
 
@@ -188,7 +188,7 @@ class ClassCosts:
             counts = self._compute_terms.setdefault(load.cuts, ComputeTerm(load.cuts)).counts
             counts[load.work] = counts.get(load.work, 0.0) + count
 
-    def _add_wire(self, i: Convert, runs: float) -> None:
+    def _add_conversion(self, i: Convert, runs: float) -> None:
         """What a collective sends with every largest share 1, and the shares that it is proportional to."""
         link = self.costs.links[i.axis]
         if not i.is_collective or link.n == 1 or not self.costs.graph.values[i.value].nbytes:
@@ -270,9 +270,9 @@ class ClassCosts:
     def has_products(self) -> bool:
         """Whether some cost is a product of two classes' sizes, so that one linear program is not the last word."""
         return (
-            any(len(w.cuts) > 1 for w in self.compute_terms)
-            or any(len(w.times) > 1 for w in self.comm_terms)
-            or any(b.over for b in self.boundaries)
+            any(len(term.cuts) > 1 for term in self.compute_terms)
+            or any(len(term.times) > 1 for term in self.comm_terms)
+            or any(term.over for term in self.boundaries)
             or bool(self.rounds)
         )
 
@@ -281,24 +281,24 @@ class ClassCosts:
         """Whether some cost is measured by size: a linear program sees it as it is around the last sizes."""
         curved = (
             not self.costs.speeds(w.op_class, w.dtype, ordinary=w.ordinary).linear
-            for works in self.compute_terms
-            for w in works.counts
+            for term in self.compute_terms
+            for w in term.counts
         )
-        return any(curved) or any(w.curved for w in self.comm_terms)
+        return any(curved) or any(term.curved for term in self.comm_terms)
 
-    def table(self, works: ComputeTerm) -> WorkTable:
-        """Some works as arrays."""
-        return self._tables[works.cuts]
+    def table(self, term: ComputeTerm) -> WorkTable:
+        """The works of a term as arrays."""
+        return self._tables[term.cuts]
 
     @cached_property
     def _tables(self) -> dict[tuple[Cut, ...], WorkTable]:
         """Layers have works that are alike, and share a table."""
         known: dict[object, WorkTable] = {}
         found: dict[tuple[Cut, ...], WorkTable] = {}
-        for cuts, works in self._compute_terms.items():
-            key = (len(cuts), tuple(works.counts.items()))
+        for cuts, term in self._compute_terms.items():
+            key = (len(cuts), tuple(term.counts.items()))
             if key not in known:
-                known[key] = WorkTable(works, self.costs)
+                known[key] = WorkTable(term, self.costs)
             found[cuts] = known[key]
         return found
 
@@ -327,22 +327,22 @@ class ClassCosts:
         """The part of `cost` that is due to collectives, in seconds."""
         largest = lambda cut: largest_of(sizes, cut)
         held = lambda cut: cut.shares if isinstance(cut, Even) else joined_shares(sizes, cut)
-        moving = fsum(float(b.at(held(b.old), held(b.new), largest)) for b in self.move_terms)
-        return fsum(float(w.at(largest)) for w in self.comm_terms) + moving
+        moving = fsum(float(term.at(held(term.old), held(term.new), largest)) for term in self.move_terms)
+        return fsum(float(term.at(largest)) for term in self.comm_terms) + moving
 
     @cached_property
     def by_class(self) -> list[ClassTerms]:
         """The terms that depend on each class."""
         found = [ClassTerms([], [], []) for _ in self.classes.all]
-        for works in self.compute_terms:
-            for c in dict.fromkeys(cut[0] for cut in works.cuts):
-                found[c].compute_terms.append(works)
-        for wire in self.comm_terms:
-            for c in dict.fromkeys(cut[0] for cut in wire.cuts):
-                found[c].comm_terms.append(wire)
-        for move in self.move_terms:
-            for c in dict.fromkeys(cut[0] for cut in move.cuts):
-                found[c].move_terms.append(move)
+        for term in self.compute_terms:
+            for c in dict.fromkeys(cut[0] for cut in term.cuts):
+                found[c].compute_terms.append(term)
+        for term in self.comm_terms:
+            for c in dict.fromkeys(cut[0] for cut in term.cuts):
+                found[c].comm_terms.append(term)
+        for term in self.move_terms:
+            for c in dict.fromkeys(cut[0] for cut in term.cuts):
+                found[c].move_terms.append(term)
         return found
 
     def alike(self, c: int, shares: Sequence[object]) -> object:
@@ -369,9 +369,9 @@ class ClassCosts:
         for cls, terms in zip(self.classes.all, self.by_class, strict=True):
             place = {cls.index: 0}
             parts = lambda cuts, place=place: tuple([(place.setdefault(c, len(place)), depth) for c, depth in cuts])
-            loads = tuple([(parts(w.cuts), tuple(w.counts.items())) for w in terms.compute_terms])
-            sent = tuple([(parts(w.times), parts(w.over), w.load) for w in terms.comm_terms])
-            moved = tuple([(parts(b.cuts), b.load) for b in terms.move_terms])
+            loads = tuple([(parts(term.cuts), tuple(term.counts.items())) for term in terms.compute_terms])
+            sent = tuple([(parts(term.times), parts(term.over), term.load) for term in terms.comm_terms])
+            moved = tuple([(parts(term.cuts), term.load) for term in terms.move_terms])
             kinds = tuple([(self.classes.all[c].axes, self.classes.all[c].units) for c in place])
             number = numbers.setdefault((kinds, loads, sent, moved), len(numbers))
             found.append((number, tuple(place)[1:]))
@@ -380,9 +380,9 @@ class ClassCosts:
     def lanes(self, c: int) -> set[int]:
         """The lanes over which contractions that a class divides extend."""
         found: set[int] = set()
-        for works in self.by_class[c].compute_terms:
-            for k, cut in enumerate(works.cuts):
-                found |= {w.lanes[k] for w in works.counts if cut[0] == c}
+        for term in self.by_class[c].compute_terms:
+            for k, cut in enumerate(term.cuts):
+                found |= {w.lanes[k] for w in term.counts if cut[0] == c}
         return found - {0}
 
     def tiles(self, c: int) -> set[tuple[int, ...]]:
@@ -398,10 +398,10 @@ class ClassCosts:
 class WorkTable:
     """The works of a ComputeTerm as arrays [works, kinds of devices]."""
 
-    def __init__(self, works: ComputeTerm, costs: CostModel) -> None:
+    def __init__(self, term: ComputeTerm, costs: CostModel) -> None:
         self.kind_of = costs.kind_of
-        self.counts = np.array(list(works.counts.values()), dtype=np.float64)
-        self.roofline = Roofline(costs.figures, list(works.counts), scaled=True)
+        self.counts = np.array(list(term.counts.values()), dtype=np.float64)
+        self.roofline = Roofline(costs.figures, list(term.counts), scaled=True)
 
     def busy(self, kinds: Ints, fractions: Sequence[Floats], *, whole_tiles: bool = True) -> Floats:
         """Seconds [works, devices], as `Roofline.seconds`."""

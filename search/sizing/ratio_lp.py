@@ -105,8 +105,8 @@ class RatioLP:
     def _optimum(self, points: Sequence[int], limit: float, left: float) -> tuple[Floats | None, float]:
         for c in dict.fromkeys(self.leader.values()):
             self.equal.add({self.column[c] + j: float(n) for j, n in enumerate(self.counts)}, 1.0)
-        self._add_wires()
-        self._add_works()
+        self._add_comm_terms()
+        self._add_compute_terms()
         self._add_boundaries()
         self._add_rounds()
         self._add_objective()
@@ -180,38 +180,38 @@ class RatioLP:
         for c in self.classes:
             self._largest((c, len(self.axes)))
 
-    def _add_wires(self) -> None:
+    def _add_comm_terms(self) -> None:
         self._add_largest()
-        for wire in self.comm_terms:
-            for n, cut in enumerate(wire.times):
+        for term in self.comm_terms:
+            for n, cut in enumerate(term.times):
                 if cut[0] not in self.column:
                     continue
-                rest = wire.slope(lambda c: largest_of(self.sizes, c))
-                for m, other in enumerate(wire.times):
+                rest = term.slope(lambda c: largest_of(self.sizes, c))
+                for m, other in enumerate(term.times):
                     rest *= largest_of(self.sizes, other) if m != n else 1.0
-                for other in wire.over:
+                for other in term.over:
                     rest /= max(largest_of(self.sizes, other), 1e-300)
                 self._add_sent(self._largest(cut), rest)
 
-    def _add_works(self) -> None:
-        for works in self.compute_terms:
-            mine = [k for k, cut in enumerate(works.cuts) if cut[0] in self.column]
-            if not mine:
+    def _add_compute_terms(self) -> None:
+        for term in self.compute_terms:
+            free = [k for k, cut in enumerate(term.cuts) if cut[0] in self.column]
+            if not free:
                 continue
-            (k,) = mine
-            c = works.cuts[k][0]
+            (k,) = free
+            c = term.cuts[k][0]
             if self.leader[c] != c:
                 continue
-            place = self.costs.position(self.axes[: works.cuts[k][1]])
-            which = self._unlike(works.cuts[k][1])[1][place]
-            held = self._held(works.cuts[k])
-            others = [held if n == k else self.class_costs.fraction(self.sizes, o) for n, o in enumerate(works.cuts)]
+            place = self.costs.position(self.axes[: term.cuts[k][1]])
+            which = self._unlike(term.cuts[k][1])[1][place]
+            held = self._held(term.cuts[k])
+            others = [held if n == k else self.class_costs.fraction(self.sizes, o) for n, o in enumerate(term.cuts)]
             some = distinct(self.costs.kind_of, [which, held, *others])
-            shares = [self._share(works.cuts[k], int(p)) for p in place[some]]
+            shares = [self._share(term.cuts[k], int(p)) for p in place[some]]
             streams = self._streams[some].tolist()
-            roofline = Roofline(self.costs.figures, list(works.counts))
+            roofline = Roofline(self.costs.figures, list(term.counts))
             lines = zip(*self._lines(roofline, k, others), strict=True)
-            for count, line in zip(works.counts.values(), lines, strict=True):
+            for count, line in zip(term.counts.values(), lines, strict=True):
                 rows = np.stack(line).T
                 unit = float(rows.max()) or 1.0
                 rows = (rows[some] / unit).tolist()

@@ -45,13 +45,13 @@ def relaxation_bound(
             class_costs, memory, axes, alike, np.ones(class_costs.costs.n), sizes, pinned, apart=bool(points)
         )
         lps += [lp] if lp.classes else []
-    known = [(w, lp) for lp in lps for w in lp.compute_terms], [(w, lp) for lp in lps for w in lp.comm_terms]
-    covered = {w for works_or_wires in known for w, _ in works_or_wires}
+    covered = {term for lp in lps for term in (*lp.compute_terms, *lp.comm_terms)}
     floor = _UncoveredTerms(class_costs, sizes, pinned)
     found = [lp.least(points, limit, left()) + lp.constant for lp in lps]
-    found += [floor.of_works(works) for works in class_costs.compute_terms if works not in covered]
+    found += [floor.of_compute_term(term) for term in class_costs.compute_terms if term not in covered]
     found += [floor.of_rounds(term) for term in class_costs.rounds]
-    found += [floor.of_wire(replace(wire, seconds=0.0) if wire in covered else wire) for wire in class_costs.comm_terms]
+    rest = (replace(term, seconds=0.0) if term in covered else term for term in class_costs.comm_terms)
+    found += [floor.of_comm_term(term) for term in rest]
     return fsum(found)
 
 
@@ -70,21 +70,21 @@ class _RelaxedLP(RatioLP):
 
     def _counted(self) -> tuple[Sequence[ComputeTerm], Sequence[CommTerm]]:
         free, class_costs = set(self.classes), self.class_costs
-        works = [w for w in class_costs.compute_terms if len(w.cuts) == 1 and w.cuts[0][0] in free]
-        return works, [
-            w for w in class_costs.comm_terms if len(w.times) <= 2 and not w.over and {c for c, _ in w.times} <= free
-        ]
+        decided = lambda cuts: {c for c, _ in cuts} <= free
+        compute_terms = [term for term in class_costs.compute_terms if len(term.cuts) == 1 and decided(term.cuts)]
+        comm_terms = [t for t in class_costs.comm_terms if len(t.times) <= 2 and not t.over and decided(t.times)]
+        return compute_terms, comm_terms
 
     def _alike(self, c: int) -> object:
         return super()._alike(c) if self.class_costs.alone(c) else c
 
-    def _add_wires(self) -> None:
+    def _add_comm_terms(self) -> None:
         self._add_largest()
-        for wire in self.comm_terms:
-            least = [_even(self.class_costs, cut) for cut in wire.times]
-            for n, cut in enumerate(wire.times):
-                self.objective[self._largest(cut)] += wire.seconds * prod(least) / least[n]
-            self.constant -= (len(least) - 1) * wire.seconds * prod(least)
+        for term in self.comm_terms:
+            least = [_even(self.class_costs, cut) for cut in term.times]
+            for n, cut in enumerate(term.times):
+                self.objective[self._largest(cut)] += term.seconds * prod(least) / least[n]
+            self.constant -= (len(least) - 1) * term.seconds * prod(least)
 
     def _add_boundaries(self) -> None:
         """No term: with equal sizes on both sides nothing moves."""
@@ -105,16 +105,16 @@ class _UncoveredTerms:
     def __init__(self, class_costs: ClassCosts, sizes: Sizes, pinned: dict[int, tuple[int, ...]]) -> None:
         self.class_costs, self.sizes, self.pinned = class_costs, sizes, pinned
 
-    def of_works(self, works: ComputeTerm) -> float:
+    def of_compute_term(self, term: ComputeTerm) -> float:
         costs = self.class_costs.costs
-        if all(c in self.pinned for c, _ in works.cuts):
-            shares = [self.class_costs.fraction(self.sizes, cut) for cut in works.cuts]
-            return fsum(count * costs.time(work, shares) for work, count in works.counts.items())
-        ideal = costs.ideal_times(works.counts)
-        return fsum(count * seconds for count, seconds in zip(works.counts.values(), ideal, strict=True))
+        if all(c in self.pinned for c, _ in term.cuts):
+            shares = [self.class_costs.fraction(self.sizes, cut) for cut in term.cuts]
+            return fsum(count * costs.time(work, shares) for work, count in term.counts.items())
+        ideal = costs.ideal_times(term.counts)
+        return fsum(count * seconds for count, seconds in zip(term.counts.values(), ideal, strict=True))
 
-    def of_wire(self, wire: CommTerm) -> float:
-        return float(wire.at(self._least))
+    def of_comm_term(self, term: CommTerm) -> float:
+        return float(term.at(self._least))
 
     def of_rounds(self, term: RoundsTerm) -> float:
         return term.runs * term.evenly(float(term.held(self._least)))

@@ -118,8 +118,8 @@ class Sizer:
     def best(self, start: Floats) -> Sizes:
         """The cheapest sizes found within `limit`; where none keep it, those that hold the least. Kinds are also left
         out, slowest first, where that pays. `start`: weights of the devices."""
-        room = self.costs.memory_budget.proportions
-        candidates = [self.fixed(w) for w in (start, np.ones(self.costs.n), room) if w is not None]
+        by_memory = self.costs.memory_budget.proportions
+        candidates = [self.fixed(w) for w in (start, np.ones(self.costs.n), by_memory) if w is not None]
         if len(self.pinned) == len(self.classes.all):
             return candidates[0]
         speed = self.costs.speed
@@ -220,9 +220,9 @@ class Sizer:
         """The part of the `busy` seconds of each kind of device and of the link that does not depend on sizes."""
         kind_of, class_costs = self.costs.kind_of, self.class_costs
         found = dict(busy)
-        for works in class_costs.compute_terms:
-            table = class_costs.table(works)
-            seconds = table.counts @ table.busy(kind_of, [class_costs.fraction(sizes, cut) for cut in works.cuts])
+        for term in class_costs.compute_terms:
+            table = class_costs.table(term)
+            seconds = table.counts @ table.busy(kind_of, [class_costs.fraction(sizes, cut) for cut in term.cuts])
             for kind in range(len(self.costs.kinds)):
                 found[kind] -= float(seconds[kind_of == kind].max())
         found[LINK] -= class_costs.sent_seconds(sizes)

@@ -45,28 +45,29 @@ class ClassUnits:
     def __init__(self, class_costs: ClassCosts, c: int, sizes: Sizes) -> None:
         self.class_costs, self.c, self.sizes = class_costs, c, sizes
         self.cls = class_costs.classes.all[c]
-        works, self._comm_terms, self._move_terms = class_costs.by_class[c]
+        compute_terms, self._comm_terms, self._move_terms = class_costs.by_class[c]
         self.kind_of = class_costs.costs.kinds_along(self.cls.axes)
         self._layers: dict[int, _Layer] = {}
         self._terms: list[tuple[int, slice, Floats]] = []
         """Per table: the depth of the cut, its rows in that layer, and their runs."""
-        for mine in works:
-            (k,) = [k for k, cut in enumerate(mine.cuts) if cut[0] == c]
-            depth = mine.cuts[k][1]
+        for term in compute_terms:
+            (k,) = [k for k, cut in enumerate(term.cuts) if cut[0] == c]
+            depth = term.cuts[k][1]
             if depth not in self._layers:
                 self._layers[depth] = _Layer(class_costs.costs, self.cls.axes[:depth], self.cls.units)
             layer = self._layers[depth]
-            others = [None if cut[0] == c else cut for cut in mine.cuts]
+            others = [None if cut[0] == c else cut for cut in term.cuts]
             layer.fractions.update({cut: class_costs.fraction(sizes, cut) for cut in others if cut is not None})
-            table = class_costs.table(mine)
+            table = class_costs.table(term)
             self._terms.append((depth, layer.add(table, others), table.counts))
-        cuts = [cut for w in self._comm_terms for cut in w.cuts]
-        cuts += [cut for b in self._move_terms for cut in b.over]
+        cuts = [cut for term in self._comm_terms for cut in term.cuts]
+        cuts += [cut for term in self._move_terms for cut in term.over]
         self._fixed = {cut: largest_of(sizes, cut) for cut in cuts if cut[0] != c}
         self._depths = sorted({depth for other, depth in cuts if other == c})
         """Depths at which the largest joined share counts."""
-        # Over a largest share wires grow as it falls, and what moves may be less wherever a unit goes.
-        self._any_helps = any(cut[0] == c for w in self._comm_terms for cut in w.over) or bool(self._move_terms)
+        # Over a largest share collectives grow as it falls, and what moves may be less wherever a unit goes.
+        over = [cut[0] for term in self._comm_terms for cut in term.over]
+        self._any_helps = c in over or bool(self._move_terms)
         self._sent: dict[tuple[int, ...], Floats] = {}
         self.shares = np.zeros(0, dtype=np.int64)
         self.evaluated = 0
@@ -100,7 +101,7 @@ class ClassUnits:
         for depth, rows, counts in self._terms:
             seconds += (terms[depth][:, rows] * counts).sum(axis=-1)
         if self._comm_terms:
-            seconds = self._with_wires(seconds, largest)
+            seconds = self._with_comm_terms(seconds, largest)
         for b in self._move_terms:
             assert trials is not None
             of_depth = dict(zip(self._depths, largest, strict=True))
@@ -110,7 +111,7 @@ class ClassUnits:
             seconds += b.at(self._shards(b.old, trials), self._shards(b.new, trials), largest_share)
         return seconds
 
-    def _with_wires(self, seconds: Floats, largest: Sequence[Ints]) -> Floats:
+    def _with_comm_terms(self, seconds: Floats, largest: Sequence[Ints]) -> Floats:
         """Adds the seconds of collectives, computed once per distinct largest shares, of which there are few."""
         code = np.zeros(len(seconds), dtype=np.int64)
         for joined in largest:
@@ -122,11 +123,11 @@ class ClassUnits:
         return seconds
 
     def _sent_at(self, largest: tuple[int, ...]) -> Floats:
-        """Seconds of each wire [wires]."""
+        """Seconds of each communication term [terms]."""
         if largest not in self._sent:
             share = {(self.c, d): held / self.cls.units for d, held in zip(self._depths, largest, strict=True)}
             share.update(self._fixed)
-            self._sent[largest] = np.array([float(w.at(share.__getitem__)) for w in self._comm_terms])
+            self._sent[largest] = np.array([float(term.at(share.__getitem__)) for term in self._comm_terms])
         return self._sent[largest]
 
     def _joined(self, shares: Ints, depth: int) -> Ints:

@@ -30,7 +30,7 @@ def priced(search: PrimalDualSearch, network: ReducedProblem) -> Floats:
     problem, run, options = search.run.problem, search.run, search.run.options
     limits = padded_limits(problem)
     symmetry = VariableSymmetry.of(problem, options)
-    relaxed = _Whole(search, network) if symmetry is None else _QuotientLagrangian(search, symmetry)
+    relaxed = _NetworkLagrangian(search, network) if symmetry is None else _QuotientLagrangian(search, symmetry)
     seen: list[Ints] = [] if search.best is None else [search.best]
     best, multipliers, trial = -np.inf, np.zeros(limits.size), np.zeros(limits.size)
     for _ in range(options.price_rounds):
@@ -57,7 +57,7 @@ def _last(seen: list[Ints], count: int) -> list[Ints]:
     return seen[max(0, len(seen) - count) :]
 
 
-class _Whole:
+class _NetworkLagrangian:
     """The Lagrangian of a network."""
 
     def __init__(self, search: PrimalDualSearch, network: ReducedProblem) -> None:
@@ -90,7 +90,7 @@ class _QuotientLagrangian:
         self.messages: Messages = {}
 
     def least(self, multipliers: Floats, starts: Sequence[Ints]) -> tuple[Ints | None, float]:
-        """As `_Whole`'s; no bound on what may treat alike variables unlike."""
+        """As `_NetworkLagrangian`'s; no bound on what may treat alike variables unlike."""
         quotient, run = self.symmetry.quotient, self.search.run
         priced = [
             u + sum(m * used[k] for m, used in zip(multipliers, self.usage)) for k, u in enumerate(quotient.unary)

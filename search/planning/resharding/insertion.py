@@ -108,10 +108,10 @@ class ReshardInserter:
             held: list[list[Floats]] = []
             suited: list[list[Floats]] = []
             ratios: list[Floats] = []
-            works = [(work, mine) for mine in class_costs.by_class[cls.index].compute_terms for work in mine.counts]
-            for work, mine in works:
-                shares = [class_costs.fraction(best.sizes, cut) for cut in mine.cuts]
-                k = next(k for k, cut in enumerate(mine.cuts) if cut[0] == cls.index)
+            works = [(work, term) for term in class_costs.by_class[cls.index].compute_terms for work in term.counts]
+            for work, term in works:
+                shares = [class_costs.fraction(best.sizes, cut) for cut in term.cuts]
+                k = next(k for k, cut in enumerate(term.cuts) if cut[0] == cls.index)
                 own = np.where(shares[k] > 0, shares[k], 1.0 / len(members))
                 busy = cost.device_times(work, [*shares[:k], own, *shares[k + 1 :]]) - cost.overhead * work.launches
                 speed = own / np.maximum(busy, 1e-300)
@@ -121,7 +121,7 @@ class ReshardInserter:
                 suited.append([*shares[:k], ratios[-1][place], *shares[k + 1 :]])
             of = [work for work, _ in works]
             saved = cost.times(list(zip(of, held))) - cost.times(list(zip(of, suited)))
-            counts = np.array([mine.counts[work] for work, mine in works])
+            counts = np.array([term.counts[work] for work, term in works])
             found = zip((saved * counts).tolist(), ratios, strict=True)
             yield cls.index, [(loss, ratio) for loss, ratio in found if loss > 0]
 
