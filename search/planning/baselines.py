@@ -193,7 +193,7 @@ class Baselines:
 
         ways = scheduled_steps(plain, sizes, costs, scheduled)
         fitting = shortest_fitting(plain, sizes, costs, ways)
-        every = [fitting.timed] if fitting else [timed(ordered(*way), sizes, costs) for way in ways]
+        every = [fitting] if fitting else [timed(ordered(*way), sizes, costs) for way in ways]
         found = min(every, key=lambda each: each.timeline.makespan_s)
         cost, fits = found.timeline.makespan_s, fitting is not None
         return replace(baseline, program=found.program, cost_s=cost, fits=fits, overlap=True)

@@ -1,5 +1,7 @@
-"""The order in which a program takes the least time with its collectives beside what is computed, of those in which it
-fits: by the steps that it has or by those that go together, else in an order that holds less."""
+"""The fastest order of a program, with collectives beside computing, in which it fits in memory.
+
+Tried with its own conversions and with those that are cheapest bundled; if neither fits, in orders that hold less.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,13 @@ class ScheduledSteps(NamedTuple):
 
 
 class TimedProgram(NamedTuple):
-    """A program in its order, its timeline, and what it holds."""
+    """A program in its order, its timeline, and what it holds. `steps`: those from whose timeline the order is; None
+    where it is from no such."""
 
     program: Program
     timeline: Timeline
     memory: MemoryProfile
-
-
-class FittingSchedule(NamedTuple):
-    """A program in an order in which it fits, and the steps from whose timeline the order is; None where it is from
-    another."""
-
-    timed: TimedProgram
-    steps: ScheduledSteps | None
+    steps: ScheduledSteps | None = None
 
 
 def timed(program: Program, sizes: Sizes, costs: CostModel, *, runs_on: bool = True) -> TimedProgram:
@@ -70,18 +66,17 @@ def shortest_fitting(
     costs: CostModel,
     ways: Sequence[ScheduledSteps],
     late: Callable[[], bool] = never,
-) -> FittingSchedule | None:
+) -> TimedProgram | None:
     """A program in the order of the shortest of some `ways`, its `scheduled_steps`, in which it fits beside what is
     sent meanwhile; where there is none in an order that holds less, its own at last; None where it fits in none."""
     limit = costs.memory_budget.limit
 
-    def fitting(program: Program) -> TimedProgram | None:
-        found = timed(program, sizes, costs)
+    def fitting(program: Program, steps: ScheduledSteps | None = None) -> TimedProgram | None:
+        found = timed(program, sizes, costs)._replace(steps=steps)
         return found if found.memory.peak(sizes) <= limit else None
 
-    found = [FittingSchedule(known, way) for way in ways if (known := fitting(ordered(*way)))]
+    found = [known for way in ways if (known := fitting(ordered(*way), way))]
     if found or peak(program, sizes, costs) > limit:
-        return min(found, key=lambda each: each.timed.timeline.makespan_s, default=None)
+        return min(found, key=lambda each: each.timeline.makespan_s, default=None)
     less = schedules_holding_less(program, sizes, costs, late)
-    known = next(filter(None, map(fitting, less)), None) or fitting(program)
-    return known and FittingSchedule(known, None)
+    return next(filter(None, map(fitting, less)), None) or fitting(program)

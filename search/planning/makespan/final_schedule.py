@@ -127,7 +127,7 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Tried | None:
     again = lambda program: improved(tasks_of(program, candidate.sizes, costs, dominated=False), late)
     ways = [ScheduledSteps(candidate.program, known.timeline)] if late() else scheduled_steps(*given, again, late)
     found = shortest_fitting(*given, ways, late)
-    return found and Tried(known, found.steps, _overlapped(found.timed, candidate.sizes, costs))
+    return found and Tried(known, found.steps, _overlapped(found, candidate.sizes, costs))
 
 
 def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, *, runs_on: bool = True) -> Overlapped | None:
