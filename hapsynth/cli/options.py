@@ -224,6 +224,7 @@ def _add_together(parser: argparse.ArgumentParser) -> None:
         metavar="FUNCTION:PATH=PATH",
         action="append",
         default=[],
+        type=_checked(_state),
         help="of several functions: which part of the state an argument of one, or with `return` a result, is, as in "
         "\"eval:[0]=[0]['params']\"",
     )
@@ -273,6 +274,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         metavar="[FUNCTION:][CLASS=]R,R,...",
         action="append",
         default=[],
+        type=_checked(lambda text: _ratio(text.rpartition(":")[2])),
         help="fractions to cut by, one per device in mesh order, or those of one class (may be repeated), as in "
         "0.75,0.25 or \"[1]['x'].0=0.75,0.25\"",
     )
@@ -281,6 +283,7 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
         metavar="[FUNCTION:]FILE:LINE=HOW",
         action="append",
         default=[],
+        type=_checked(_expectation),
         help="trips of the while loop at a source line, or how often the predicate of the cond there is true "
         "(of a switch: train.py:40=0.7,0.2,0.1)",
     )
@@ -315,7 +318,7 @@ def _frequency(text: str) -> tuple[str, float]:
 def _state(text: str) -> tuple[str, str]:
     path, _, of = text.rpartition("=")
     if not (path and of):
-        raise UsageError(f"--state: {text!r} is no path and path of the state, as in \"[0]=[0]['params']\"")
+        raise argparse.ArgumentTypeError(f"{text!r} is no path and path of the state, as in \"[0]=[0]['params']\"")
     return path, of
 
 
@@ -326,7 +329,7 @@ def _expectation(text: str) -> tuple[str, float | tuple[float, ...]]:
     except ValueError:
         first, others, line = 0.0, list[float](), ""
     if not line:
-        raise UsageError(f"--expect: {text!r} is not a source line and numbers, as in train.py:40=0.125")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a source line and numbers, as in train.py:40=0.125")
     return line, (first, *others) if others else first
 
 
@@ -336,18 +339,33 @@ def _ratio(text: str) -> tuple[str, tuple[float, ...]]:
         return name, tuple(map(float, fractions.split(",")))
     except ValueError:
         why = f"{text!r} is not fractions, as in 0.75,0.25, with a class before them or none: [0].0=0.75,0.25"
-        raise UsageError(f"--ratios: {why}") from None
+        raise argparse.ArgumentTypeError(why) from None
 
 
-def _of_functions(given: Sequence[str], names: Sequence[str], read: Callable[[str], _T]) -> list[tuple[str, _T]]:
+def _checked(read: Callable[[str], object]) -> Callable[[str], str]:
+    """For `type=`: a text that can be read, as it is. Only the model file says which functions may be named in it."""
+
+    def checked(text: str) -> str:
+        read(text)
+        return text
+
+    return checked
+
+
+def _of_functions(
+    option: str, given: Sequence[str], names: Sequence[str], read: Callable[[str], _T]
+) -> list[tuple[str, _T]]:
     """Of each text the name of a function before a colon, or none, and the rest, read. The name is one of `names`, the
-    longest that fits, or else what looks like one."""
+    longest that fits, or else what looks like one. UsageError for a rest that can't be read."""
     found: list[tuple[str, _T]] = []
     for text in given:
         head, colon, _ = text.partition(":")
         fitting = [name for name in names if text.startswith(f"{name}:")]
         name = max(fitting, key=len) if fitting else head if colon and head.isidentifier() else None
-        found.append(("", read(text)) if name is None else (name, read(text[len(name) + 1 :])))
+        try:
+            found.append(("", read(text)) if name is None else (name, read(text[len(name) + 1 :])))
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"{option}: {error}") from None
     return found
 
 
@@ -369,16 +387,16 @@ def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -
         "overlap": options.overlap,
         "joint_gap": options.joint_gap,
     }
-    names = [options.function] if functions is None and options.function is not None else functions or []
-    expect = _of_functions(options.expect, names, _expectation)
-    ratios = _of_functions(options.ratios, names, _ratio)
+    names = functions or ([options.function] if options.function else [])
+    expect = _of_functions("--expect", options.expect, names, _expectation)
+    ratios = _of_functions("--ratios", options.ratios, names, _ratio)
     if functions is None:
         alike |= {"recompute": options.recompute, "cache": options.cache}
         expect_of_one = _once("--expect", _of_one("--expect", expect))
         return {**alike, "expect": expect_of_one, "ratios": _ratios_of(_of_one("--ratios", ratios))}
     if options.recompute:
         raise UsageError("--recompute is for one function: pick it with --function, or use jax.checkpoint in these")
-    state = _of_functions(options.state, names, _state)
+    state = _of_functions("--state", options.state, names, _state)
     return {
         **alike,
         "expect": {name: _once("--expect", of) for name, of in _of_each("--expect", expect, functions).items()},

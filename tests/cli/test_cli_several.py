@@ -170,10 +170,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "no ratios": (
         [*SEARCH, "--ratios", "train:[0]['w'].0=a,b"],
-        r"--ratios: \"\[0\]\['w'\]\.0=a,b\" is not fractions, as in .*",
+        r"argument --ratios: \"\[0\]\['w'\]\.0=a,b\" is not fractions, as in .*",
     ),
-    "no expectation": ([*SEARCH, "--expect", "train:8"], r"--expect: '8' is not a source line and numbers, as in .*"),
-    "no state": ([*SEARCH, "--state", "train:[0]"], r"--state: '\[0\]' is no path and path of the state, as in .*"),
+    "no expectation": ([*SEARCH, "--expect", "train:=8"], r"--expect: '=8' is not a source line and numbers, as in .*"),
+    "no state": ([*SEARCH, "--state", "train:=[0]"], r"--state: '=\[0\]' is no path and path of the state, as in .*"),
     "state of nothing": ([*SEARCH[:-2], "--state", "eval:[0]=[7]"], r"state has '\[0\]' of 'eval' be '\[7\]', but .*"),
 }
 
@@ -204,6 +204,21 @@ def test_bad_models(returned: str, pattern: str, files: Path, capsys: pytest.Cap
     assert main(["search", "bad.py", "--cluster", "mixed.toml"]) == 2
     errors = capsys.readouterr().err
     assert re.search(rf"bad\.py: target\(\) must return .*, but it returned {pattern}\n$", errors), errors
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "says"),
+    [
+        ("--ratios", "eval:0.5;0.5", "'0.5;0.5' is not fractions"),
+        ("--expect", "m.py:8=often", "'m.py:8=often' is not a source line and numbers"),
+        ("--state", "eval:[0]", "'eval:[0]' is no path and path of the state"),
+    ],
+)
+def test_what_cannot_be_read_is_told_before_the_model_file_runs(
+    option: str, text: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["search", "m.py", "--cluster", "c", option, text]) == 2
+    assert f"argument {option}: {says}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["eval", "eval=-1", "=3", "eval=x"])
