@@ -107,8 +107,8 @@ class Probe:
         """Measured over predicted seconds, the mean over at least `least_s` seconds; 1 where there is nothing to do.
 
         Nothing else may run on the devices. A quota stops a process for tens of milliseconds at a time, so `least_s`
-        should be some tenths of a second at least. On an accelerator the next runs are there when one ends: a step
-        starts once, and no prediction is of the starting.
+        should be some tenths of a second at least. On an accelerator several runs are queued before waiting: a step
+        is dispatched once, and predictions leave dispatch out.
         """
         if not self._runs or not self.predicted_s:
             return 1.0

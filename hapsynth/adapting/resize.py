@@ -82,9 +82,9 @@ def resized(
     if like is None or plan.mesh is None or holds_exact(new.form) == holds_exact(like.form):
         return new
     if not holds_exact(new.form):
-        reason = f"what it takes as it lies is stored at exact size: {like.form_reason}"
+        reason = f"its arguments stay as another plan stores them, at exact size: {like.form_reason}"
         return plan.with_result(result, cluster, traced, form="staged", reason=reason)
     if why := only_exact(costs.graph, result, cluster):
-        raise ProgramError(f"what is to stay where it lies is padded, and {why}")
-    reason = f"what it takes as it lies is padded: {like.form_reason}"
+        raise ProgramError(f"arguments are to stay as another plan stores them, padded, and {why}")
+    reason = f"its arguments stay as another plan stores them, padded: {like.form_reason}"
     return plan.with_result(result, cluster, traced, form="switch", reason=reason)

@@ -236,9 +236,9 @@ class Cluster:
 
     def plus(self, kind: str, n: int) -> "Cluster":
         """The cluster with `n` more devices of one kind, after those there are, in new hosts as full as the fullest
-        with that kind, with its links; of a cluster that `is_closed`, in its host. The first mesh axis is the longer
-        where they make whole rows of the others; else there is one axis over all. Raises ClusterError where there are
-        none of that kind, or `n` is below 1."""
+        with that kind, with its links; of a cluster that `is_closed`, in its host. The first mesh axis grows, if the
+        new devices fill whole rows of the other axes and come after a whole row; otherwise the cluster gets one axis,
+        `hap`, over all devices. Raises ClusterError where there are none of that kind, or `n` is below 1."""
         here = self._of_kind(kind)
         if n < 1:
             raise ClusterError(f"cluster {self.name!r}: {n!r} more {kind} are asked for; give a number of at least 1")

@@ -94,8 +94,9 @@ def _padded(lengths: Sequence[int]) -> np.ndarray:
 
 
 def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh that the program is for. `devices`: those of the cluster that it was planned for, in that order, by
-    default the first ones that there are, of which those at the positions `DEVICES` take part; or just these."""
+    """The mesh that the program is for. `devices`: either all ALL_DEVICES devices of the cluster, in the order of the
+    plan (those at positions DEVICES are used), or only the ones to use. Default: the first ALL_DEVICES of
+    `jax.devices()`, or where there are exactly len(DEVICES), these as the ones to use. ValueError for other numbers."""
     n = len(DEVICES)
     devices = (jax.devices() if devices is None else devices)[:ALL_DEVICES]
     if len(devices) not in (n, ALL_DEVICES):

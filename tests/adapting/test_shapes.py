@@ -88,7 +88,7 @@ def test_the_state_stays_where_it_lies_though_another_form_would_do() -> None:
     state = plan.shard(initial())
     assert short.form == "staged"
     assert all(short.adopt(state, plan)[name].data is state[name].data for name in ("up", "momentum"))
-    with pytest.raises(ShapeError, match=r"to stay .* is padded, and padded shards would need .*: synthesize"):
+    with pytest.raises(ShapeError, match=r"stay .* stores them, padded, and padded shards would need .*: synthesize"):
         auto(few, exact.memory).for_shapes(initial(), batch(240))
 
 
