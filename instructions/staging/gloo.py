@@ -34,8 +34,8 @@ def all_reduce(nbytes: float, n: int, options: LoweringOptions, *, one_axis: boo
 
 
 def ring_all_reduce(n: int) -> int:
-    """The exchanges of gloo's own all-reduce: of its 2 (n - 1) steps two are under way at once, of which one alone is
-    waited for."""
+    """The exchanges of gloo's own all-reduce that wait for one another: of its 2 (n - 1) steps, which run two at a
+    time, the first, and then half."""
     return n
 
 
@@ -43,15 +43,15 @@ def reduce_scatter(nbytes: float, n: int, options: LoweringOptions) -> Algorithm
     """Of so many bytes on each device, before."""
     if nbytes <= options.gloo_at_once_bytes * n:
         return Algorithm("at once", all_to_all(nbytes, n, options).exchanges)
-    return Algorithm("rounds", ring_all_reduce(2) if swaps(nbytes / n, n, 1, options) else n - 1)
+    return Algorithm("rounds", (n - 1) * _of_message(nbytes / n, n, 1, options))
 
 
 def all_gather(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool = True) -> Algorithm:
     """Of so many bytes on each device, before."""
     if _go_at_once(nbytes, n, options, one_axis=one_axis):
         return Algorithm("at once", 1)
-    if n == 2 and _is_swapped(nbytes, options):
-        return Algorithm("swap", ring_all_reduce(2))
+    if n == 2 and swaps(nbytes, n, 1, options):
+        return Algorithm("swap", _of_message(nbytes, n, 1, options))
     return Algorithm("gloo's", n - 1)
 
 
@@ -59,15 +59,18 @@ def all_to_all(nbytes: float, n: int, options: LoweringOptions) -> Algorithm:
     """Of so many bytes on each device."""
     if nbytes <= options.gloo_at_once_bytes * n:
         return Algorithm("at once", 1)
-    return Algorithm(
-        "rounds", sum(ring_all_reduce(2) if swaps(nbytes / n, n, away, options) else 1 for away in range(1, n))
-    )
+    return Algorithm("rounds", sum(_of_message(nbytes / n, n, away, options) for away in range(1, n)))
 
 
 def swaps(nbytes: float, n: int, away: int, options: LoweringOptions) -> bool:
     """Whether two devices swap blocks by their sum, where each sends so many bytes to the one that is `away` places
     further on of `n`."""
-    return 2 * away % n == 0 and _is_swapped(nbytes, options)
+    return 2 * away % n == 0 and nbytes > options.gloo_at_once_bytes
+
+
+def _of_message(nbytes: float, n: int, away: int, options: LoweringOptions) -> int:
+    """The exchanges of a message of each device, as `swaps` has it."""
+    return ring_all_reduce(2) if swaps(nbytes, n, away, options) else 1
 
 
 def exchanges(step: str, nbytes: float, n: int, hosts: Hosts, options: LoweringOptions) -> int:
@@ -100,10 +103,6 @@ def _over_hosts(step: str, nbytes: float, hosts: Hosts, options: LoweringOptions
         case _:
             algorithms = all_gather(nbytes, between, options), all_gather(nbytes * between, inside, options)
     return sum(algorithm.exchanges for algorithm in algorithms)
-
-
-def _is_swapped(nbytes: float, options: LoweringOptions) -> bool:
-    return nbytes > options.gloo_at_once_bytes
 
 
 def _go_at_once(nbytes: float, n: int, options: LoweringOptions, *, one_axis: bool) -> bool:
