@@ -118,7 +118,7 @@ class _StandardError(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             say(self.format(record))
-        except Exception:
+        except Exception:  # as `logging`'s own handlers do: a record that has no text ends no command
             self.handleError(record)
 
 

@@ -16,7 +16,7 @@ from hapsynth.jobs.preflight import checked_together
 from hapsynth.jobs.process_facts import VERSIONS, of_functions, software
 from hapsynth.rendezvous.address import JobError
 from hapsynth.rendezvous.meeting import exchanged, meeting, ranks_of, wanted
-from hapsynth.rendezvous.server import PLANNING
+from hapsynth.rendezvous.server import COMPARING
 from hapsynth.running.plan_cache import plain
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.fixed_ratios import RatioError
@@ -24,7 +24,7 @@ from hapsynth.search.sizing.fixed_ratios import RatioError
 PLANNED_ONCE = "the plan of the process that searched"
 """How errors in the other processes name the plan, where a saved plan's would name its file."""
 T = TypeVar("T")
-_DOING = "planning"
+_PLANNING = "planning"
 _COMPARED = ("process", "host", "numerics", "threads", "mesh", *VERSIONS)
 
 
@@ -53,7 +53,7 @@ def searched_once(
     here = software(str(client), client.host, mesh)
     facts = {key: here[key] for key in _COMPARED if key in here} | of_functions(functions, cluster)
     facts["asked"] = json.loads(json.dumps(asked, sort_keys=True, default=plain))
-    with meeting.doing(PLANNING):
+    with meeting.doing(COMPARING):
         together = checked_together(meeting.gather(facts, ranks))
     if client.rank != first:
         told = _exchanged(mesh, None)[ranks.index(first)]
@@ -61,7 +61,7 @@ def searched_once(
             return read(told["found"])
         raise _error(told, together[ranks.index(first)]["process"])
     try:
-        with meeting.doing(_DOING):
+        with meeting.doing(_PLANNING):
             found = search()
         said = {"found": to_dict(found)}
     except BaseException as error:
@@ -88,6 +88,6 @@ def _error(told: Mapping[str, Any], searcher: str) -> BaseException:
 
 def _exchanged(mesh: Mesh, said: Any) -> list[Any]:
     """Waits as long as the search takes."""
-    messages = exchanged(mesh, said, _DOING)
+    messages = exchanged(mesh, said, _PLANNING)
     assert messages is not None
     return messages

@@ -34,7 +34,8 @@ _STRANGERS = 128
 """Connections that have not said hello; the oldest goes when there are more."""
 AT_WORK = "at work"
 INITIALIZING = "in jax.distributed.initialize"
-PLANNING = "comparing what to plan"
+COMPARING = "comparing what to plan"
+"""What a process does at the meeting before one of them plans for all."""
 _INITIALIZING_S = 5.0
 _CUT = 0.65
 """Of the silence that is borne: for two that don't reach each other, which is noticed seconds after it began."""
@@ -500,9 +501,10 @@ class Server:
         elif passed := next(self._passed(gather, missing, now), ""):
             self._end(passed)
         elif never and waited > self.timeouts.join:
+            calls = f"; {_TO_PLAN}" if COMPARING in name else " and calls the plan"
             self._end(
                 f"{listed(never)} did not come to the plan within {self.timeouts.join:g} s, where {here}: see whether "
-                f"it runs{f'; {_TO_PLAN}' if PLANNING in name else ' and calls the plan'} (HAPSYNTH_JOIN_S allows more)"
+                f"it runs{calls} (HAPSYNTH_JOIN_S allows more)"
             )
         elif waited > self.timeouts.barrier and not gather.patient:
             self._end(
@@ -567,7 +569,7 @@ _TO_PLAN = (
 
 def _way_to_meet(*names: str) -> str:
     """Where processes come to unlike meetings, or some of them to none."""
-    planning = any(PLANNING in name for name in names)
+    planning = any(COMPARING in name for name in names)
     return _TO_PLAN if planning else "call the same plans in the same order everywhere"
 
 

@@ -210,8 +210,8 @@ def clamped(starts: Sequence[Any], room: Sequence[int]) -> list[Any]:
 
 
 def apart(x: Any) -> Any:
-    """`x` as it is, where XLA must not fold a dynamic slice that makes it into one that reads it: see `clamped`, which
-    does where both starts are at hand."""
+    """`x` behind an optimization barrier: XLA must not fold a dynamic slice that makes it, whose start may not be
+    `clamped`, into one that reads it."""
     return lax.optimization_barrier(x)
 
 

@@ -288,6 +288,7 @@ class Baselines:
         stored |= {v: (R,) for v in self.state if v not in gradients}
         ends = {graph.inputs[source]: graph.outputs[target] for source, target in graph.carry}
         renewed = {ends[v] for v in self.state if v not in gradients}
+        scattered = self._scattered(allowed)
 
         def convertible(value: int, source: Placement, target: Placement) -> bool:
             if source.is_sharded:
@@ -296,20 +297,18 @@ class Baselines:
                 return not target.is_sharded
             return target.is_sharded or not scattered(value)
 
-        scattered = self._scattered(allowed)
         role = lambda v: (v in renewed, scattered(v))
         return Restriction({**stored, **self._stored_batch()}, allowed, convertible=convertible, role=role)
 
     def _zero3(self) -> Restriction:
         stored, allowed = self._cut_state(self.state)
-        held = set(self.state)
+        held, scattered = set(self.state), self._scattered(allowed)
 
         def convertible(value: int, source: Placement, target: Placement) -> bool:
             if source.is_sharded:
                 return value in held
             return target.is_sharded or not scattered(value)
 
-        scattered = self._scattered(allowed)
         role = lambda v: (v in held, scattered(v))
         return Restriction({**stored, **self._stored_batch()}, allowed, frozenset(held), convertible, role)
 

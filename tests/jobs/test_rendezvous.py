@@ -28,7 +28,7 @@ from hapsynth.rendezvous.address import JobError, Timeouts, find_address, free_p
 from hapsynth.rendezvous.client import Client
 from hapsynth.rendezvous.meeting import _initializing
 from hapsynth.rendezvous.peers import Peers
-from hapsynth.rendezvous.server import PLANNING, PROTOCOL, Server, serving_host
+from hapsynth.rendezvous.server import COMPARING, PROTOCOL, Server, serving_host
 from hapsynth.rendezvous.wire import Channel
 
 pytestmark = pytest.mark.waits
@@ -363,7 +363,7 @@ def test_one_that_plans_for_the_mesh_alone(job: Job, other_does: str, timeouts: 
     """As where a script has process 0 plan, and the others load the plan."""
     port = job.serve(timeouts=timeouts)
     clients = [job.join(port, rank) for rank in range(1 if other_does == "is not there" else 2)]
-    doing = [PLANNING, "placing arguments"] if other_does == "loads" else [PLANNING]
+    doing = [COMPARING, "placing arguments"] if other_does == "loads" else [COMPARING]
 
     def meet(client: Client, doing: str) -> None:
         with pytest.raises(JobError, match=says):
