@@ -33,7 +33,7 @@ import numpy as np
 from emulated import machines
 from harness.command import again, names, parser, write_json
 from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
-from harness.timing import KEEPS_MEMORY, gain, together
+from harness.timing import KEEPS_MEMORY, gain, interval_text, together
 from runtime import SMALL
 from systems.planned import by_shares
 from systems.stepped import AGREE, Alone, Planned, begun, differences
@@ -160,8 +160,8 @@ def report(rows: list[dict[str, Any]]) -> bool:
     for row in rows:
         times = {system: t[_WARM_UP:] for system, t in row["times_s"].items()}
         flat, free = (float(np.median(times[system])) for system in SYSTEMS)
-        ratio, low, high = gain(times["flat"], times["free"])
-        faster = f"{ratio:.2f} ({low:.2f} to {high:.2f}) times as fast"
+        ratio, interval = gain(times["flat"], times["free"])
+        faster = f"{ratio:.2f} (95 %: {interval_text(interval)}) times as fast"
         told = f"{row['what']:<6} flat {flat:.3f} s, free {free:.3f} s: {faster}"
         if "ceiling" in row:
             print(f"{told}; ceiling {row['ceiling']:.2f}, of which it reaches {ratio / row['ceiling']:.2f}")
