@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +49,23 @@ def version(python: str) -> str:
 
 
 class Ddp:
-    """One process of DDP, the batch cut evenly, asked by a process of the comparison; a `stepped.System`.
+    """One process of DDP, asked by a process of the comparison; a `stepped.System`.
 
-    `store`: host and port where the first process listens. `place` starts it, and waits for the others.
+    `store`: host and port where the first process listens. `rows`: of the batch, for each process; None cuts it evenly.
+    `place` starts it, and waits for the others.
     """
 
-    def __init__(self, python: str, rank: int, world: int, store: str) -> None:
-        self.python, self.rank, self.world, self.store = python, rank, world, store
+    def __init__(self, python: str, rank: int, world: int, store: str, rows: Sequence[int] | None = None) -> None:
+        self.python, self.rank, self.world, self.store, self.rows = python, rank, world, store, rows
         self.process: subprocess.Popen[str] | None = None
         self.state: Any = None
 
     @staticmethod
-    def on_cluster(python: str, rank: int, world: int, number: int) -> Ddp:
-        """Of an emulated cluster. `number`: one per job of the cluster, for a port of its own."""
+    def on_cluster(python: str, rank: int, world: int, number: int, rows: Sequence[int] | None = None) -> Ddp:
+        """Of an emulated cluster, on the first of its processes. `number`: one per job of the cluster, for a port of
+        its own."""
         host = os.environ["JAX_COORDINATOR_ADDRESS"].rpartition(":")[0]
-        return Ddp(python, rank, world, f"{host}:{_PORTS + number}")
+        return Ddp(python, rank, world, f"{host}:{_PORTS + number}", rows)
 
     def _start(self) -> subprocess.Popen[str]:
         inside = "EMULATED_CPU" in os.environ
@@ -92,15 +94,23 @@ class Ddp:
 
     def place(self, arguments: Arguments) -> None:
         self.state, batch = arguments
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        if rows % self.world:
-            raise ValueError(f"{rows} rows can't be cut evenly for {self.world} processes")
-        rows_here = slice(self.rank * rows // self.world, (self.rank + 1) * rows // self.world)
+        total = jax.tree.leaves(batch)[0].shape[0]
+        if self.rows is None and total % self.world:
+            raise ValueError(f"{total} rows can't be cut evenly for {self.world} processes")
+        rows = self.rows or [total // self.world] * self.world
+        begin = sum(rows[: self.rank])
+        here = slice(begin, begin + rows[self.rank])
         self.process = self.process or self._start()
         with tempfile.TemporaryDirectory(prefix="ddp") as folder:
             file = f"{folder}/given.npz"
-            np.savez(file, **_named(self.state), **{f"batch.{name}": x[rows_here] for name, x in batch.items()})
+            named = {f"batch.{name}": x[here] for name, x in batch.items()}
+            np.savez(file, **_named(self.state), **named, share=np.float64(rows[self.rank] / total))
             self._ask("place", file)
+
+    def tune(self) -> int:
+        """Takes the size of buckets of gradients that is the fastest in some steps of all processes, and returns it in
+        MB; what was placed is as before them. Called by all."""
+        return int(self._ask("tune"))
 
     def step(self) -> float:
         return float(self._ask("step"))

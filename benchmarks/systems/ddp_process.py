@@ -8,8 +8,9 @@ channels-last convolutions, the fused AdamW, tokens put in their experts' queues
 DDP's buckets. Not compiled: `torch.compile` spared 0 to 6 % of one process's step, and needs a C++ compiler. The state
 comes and goes as the arrays that JAX has, by the names that they have there.
 
-Asked, in lines of standard input: `place FILE` (an .npz file of the state and of this process's rows of the batch),
-`step`, `values FILE` (where the state is to go). Answers each with a line: the loss, or `ok`.
+Asked, in lines of standard input: `place FILE` (an .npz file of the state, of this process's rows of the batch, and of
+their share in all), `tune`, `step`, `values FILE` (where the state is to go). Answers each with a line: the size of
+buckets in MB, the loss, or `ok`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import importlib
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -36,6 +38,10 @@ LEARNING_RATE, WEIGHT_DECAY, CLIPPED_TO = 1e-3, 1e-2, 1.0
 """As `models.training_step`."""
 CAPACITY = 1.25
 """As `models.Transformer`: places in the experts' queues, for each that a token asks for."""
+BUCKET_MB = 25
+"""Of gradients that travel together: DistributedDataParallel's own."""
+TUNED_MB, TRIED = (BUCKET_MB, 4, 1), 2
+"""What else may be faster, and steps of each, after a first one that finds the order of gradients."""
 Views = dict[str, tuple[Tensor, Callable[[Tensor], Tensor]]]
 """Name of an array of JAX's -> the parameter that it is (a part of), and that as a view which lies as JAX has it."""
 
@@ -242,13 +248,14 @@ def made(shapes: Mapping[str, tuple[int, ...]]) -> Any:
 class Training:
     """A model and its optimizer in one of the processes."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], bucket_mb: int = BUCKET_MB) -> None:
         model = made(shapes)
+        self.bucket_mb = bucket_mb
         self.views: Views = model.views()
         self.parameters = list(model.parameters())
         if missed := self.views.keys() ^ shapes.keys():
             raise ValueError(f"the model in PyTorch and that in JAX differ in {', '.join(sorted(missed))}")
-        self.model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=1e-8, fused=True
         )
@@ -256,6 +263,7 @@ class Training:
             moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             self.optimizer.state[p] = {"step": torch.zeros(()), **moments}
         self.batch: dict[str, Tensor] = {}
+        self.share = 1.0
 
     def arrays(self) -> dict[str, Tensor]:
         """The state as JAX names it; views of the parameters and moments here."""
@@ -267,6 +275,7 @@ class Training:
         return named
 
     def place(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.share = float(arrays["share"])
         for name, x in self.arrays().items():
             x.copy_(torch.from_numpy(arrays[name]))
         for p in self.parameters:
@@ -277,11 +286,12 @@ class Training:
 
     def step(self) -> float:
         """The loss over the rows of all processes; its sum travels while the gradients are made."""
-        loss = self.model(**self.batch)
-        mean = loss.detach() / dist.get_world_size()
+        loss = self.model(**self.batch) * self.share
+        mean = loss.detach().clone()
         summed = dist.all_reduce(mean, async_op=True)
         self.optimizer.zero_grad()
-        loss.backward()
+        # DDP divides the sum of the processes' gradients by their number.
+        (loss * dist.get_world_size()).backward()
         nn.utils.clip_grads_with_norm_(self.parameters, CLIPPED_TO, self.norm())
         self.optimizer.step()
         summed.wait()
@@ -294,19 +304,48 @@ class Training:
         return torch.linalg.vector_norm(torch.cat(rows))
 
 
+def prepared(arrays: Mapping[str, np.ndarray], bucket_mb: int = BUCKET_MB) -> Training:
+    shapes = {k.removeprefix("params."): x.shape for k, x in arrays.items() if k.startswith("params.")}
+    training = Training(shapes, bucket_mb)
+    training.place(arrays)
+    return training
+
+
+def tuned(arrays: Mapping[str, np.ndarray]) -> Training:
+    """That of the sizes of buckets whose steps take least; the same in all processes, which all call this."""
+    took: list[float] = []
+    for bucket_mb in TUNED_MB:
+        training = prepared(arrays, bucket_mb)
+        training.step()
+        seconds = torch.zeros(TRIED, dtype=torch.float64)
+        for i in range(TRIED):
+            dist.barrier()
+            began = time.perf_counter()
+            training.step()
+            seconds[i] = time.perf_counter() - began
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        took.append(seconds.min().item())
+    return prepared(arrays, TUNED_MB[took.index(min(took))])
+
+
 def serve(answer: Callable[[str], None]) -> None:
     training: Training | None = None
+    arrays: dict[str, np.ndarray] = {}
     for line in sys.stdin:
         what, _, file = line.rstrip("\n").partition(" ")
         if what == "place":
             with np.load(file) as opened:
                 arrays = dict(opened)
             if training is None:
-                training = Training({k.removeprefix("params."): x.shape for k, x in arrays.items() if "params." in k})
-            training.place(arrays)
+                training = prepared(arrays)
+            else:
+                training.place(arrays)
             answer("ok")
         elif training is None:
             raise ValueError(f"asked for {what!r} before anything was placed")
+        elif what == "tune":
+            training = tuned(arrays)
+            answer(str(training.bucket_mb))
         elif what == "step":
             answer(repr(training.step()))
         else:
