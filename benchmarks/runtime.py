@@ -4,27 +4,37 @@
                                  [--systems plan,even] [--torch PYTHON]
 
 Same function, global batch, first state and arguments for all; float32, two threads of XLA's per process, so that one
-may wait for a collective (stock JAX overlaps so too), donation, and memory that is kept. `plan`: hapsynth's, on
-the cluster that `hapsynth profile` measures here, at the sizes that a `hapsynth.Monitor` proposes in its first steps.
-`even`: stock `jax.jit`, data parallel. `by_speed`: uneven batch by hand, by the speeds at which the processes do this
-very step alone. `fsdp`: stock `jax.jit`, ZeRO-3. `hap`: what HAP's rules and costs would choose, at its one ratio.
-`fastest`: of the plan and what people run today as plans, the one that is the fastest in a short contest before
-(`hapsynth.autotune`). `ddp`: PyTorch's DistributedDataParallel over gloo, batch cut evenly, where an interpreter with
-PyTorch is named (`--torch`, HAPSYNTH_TORCH). To `--systems` may be added `switch`, `staged` and `fused`, the plan in
-that form, `overlap`, planned with collectives beside computing where that gains enough, `overlap_staged` and
-`overlap_fused`, planned so however little it gains, in that form (the JSON of these has what is exposed on each
-process, measured and predicted), `serial`, the program of these two with one instruction after another, and any name of
-`hapsynth.search.planning.baselines`. All but the last are watched by a `Monitor` as `plan` is.
+may wait for a collective, donation, and memory that is kept. XLA's CPU compiler joins all gradients into one
+all-reduce, so `even` and `by_speed` overlap nothing. `plan`: hapsynth's, on the cluster that `hapsynth profile`
+measures here, at the sizes that a `hapsynth.Monitor` proposes in its first steps. `even`: stock `jax.jit`, data
+parallel. `by_speed`: uneven batch by hand, by the speeds at which the processes do this very step alone. `hap`: what
+HAP's rules and costs would choose, at its one ratio. `fastest`: of the plan and what people run today as plans, the one
+that is the fastest in a short contest before (`hapsynth.autotune`). Any name of `hapsynth.search.planning.baselines`:
+that program, as `zero3_speed`, ZeRO-3 with the batch by speed. `one_process`: the step by the first process alone, one
+of the fastest. Where an interpreter with PyTorch is named (`--torch`, HAPSYNTH_TORCH) `ddp`: its
+DistributedDataParallel over gloo as it comes, batch cut evenly; and `ddp_speed`: batch as of `by_speed`, buckets of the
+size that is the fastest in steps before. `even_fast`, `by_speed_fast`, `ddp_fast`: `even`, `by_speed` and `ddp_speed`
+by the processes of the fastest kind alone, while the others do nothing; left out where all are of one kind.
 
-All systems are stepped in rounds, in random order, in the same processes, but `ddp` in children of these that sleep
-until it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but
-`ddp`) are in the JSON file before anything is measured: `predicted_s` on the cluster as it was profiled, minutes ago
-and by other ops, and `predicted_at_speed_s` at the speeds of right before, by the `Monitor` of systems that are
-watched, at the sizes that it proposed if it did, and else by the steps that each process does by itself. After the last
-round each system's state and losses must agree with those of as many steps in one process. `ideal`: all work at the
-speed of all processes together, at no cost; each process's speed is that at which it does whole steps by itself while
-the others do too. `by quota`: the same of what the quotas promise, by the speed of the first (a process that is stopped
-every few milliseconds has a little less).
+To `--systems` may be added `switch`, `staged` and `fused`, the plan in that form, `overlap`, planned with collectives
+beside computing where that gains enough, `overlap_staged` and `overlap_fused`, planned so however little it gains, in
+that form (the JSON of these has what is exposed on each process, measured and predicted), `serial`, the program of
+these two with one instruction after another; all are watched by a `Monitor` as `plan` is. And `jit_cut_state`: stock
+`jax.jit` with the state cut, of which XLA's CPU compiler makes no ZeRO-3: it all-reduces gradients.
+
+Each system has the median of its seconds, and the median, over like rounds, of their ratio to those of the first of the
+systems that is hapsynth's, with an interval of 95 % from order statistics (so none where fewer than 6 rounds are
+counted). After the tables is named the fastest of the systems that are not hapsynth's, and the processes it ran on.
+
+All systems are stepped in rounds, in random order, in the same processes, but DDP in children of these that sleep until
+it is their turn (`systems/ddp.py`); a step takes until its last process has its results. Predictions (of all but DDP
+and `jit_cut_state`) are in the JSON file before anything is measured: `predicted_s` on the cluster as it was profiled,
+minutes ago and by other ops, and `predicted_at_speed_s` at the speeds of right before, by the `Monitor` of systems that
+are watched, at the sizes that it proposed if it did, and else by the steps that each process does by itself. After the
+last round each system's state and losses must agree with those of as many steps in one process. `ideal`: all work at
+the speed of all processes together, at no cost; each process's speed is that at which it does whole steps by itself
+while the others do too. `by quota`: the same of what the quotas promise, by the speed of the first (a process that is
+stopped every few milliseconds has a little less).
 """
 
 from __future__ import annotations
@@ -33,6 +43,7 @@ import argparse
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +57,8 @@ import numpy as np
 from emulated import machines
 from harness.command import again, names, parser, write_json
 from harness.emulated_job import Worker, add_options, check, environment, in_folder, read_json, run
-from harness.timing import KEEPS_MEMORY, together
+from harness.timing import KEEPS_MEMORY, gain, interval_text, together
+from jax.sharding import Mesh
 from systems import ddp
 from systems.planned import alone_seconds, at_rows, chosen, seconds_at_speeds
 from systems.stepped import (
@@ -54,6 +66,7 @@ from systems.stepped import (
     Alone,
     Arguments,
     BySpeed,
+    Idle,
     Jitted,
     Planned,
     System,
@@ -67,13 +80,18 @@ from hapsynth.graph.trace import trace
 from hapsynth.profile.sampling import Floats
 from hapsynth.search.planning.baselines import NAMES
 
-CLUSTERS = {
+CLUSTERS: dict[str, dict[str, str]] = {
     "2": {"quotas": "1.0:0.3"},
     "4-1gbit": {"quotas": "0.6:0.6:0.2:0.2", "rate": "1Gbit"},
     "4-100mbit": {"quotas": "0.6:0.6:0.2:0.2", "rate": "100Mbit"},
     "even4": {"quotas": "0.4:0.4:0.4:0.4"},
 }
-SYSTEMS = ("plan", "fastest", "even", "by_speed", "fsdp", "hap")
+"""The fastest processes first."""
+SYSTEMS = ("plan", "fastest", "even", "by_speed", "by_speed_fast", "zero3_speed", "one_process", "hap")
+DDP = ("ddp", "ddp_speed", "ddp_fast")
+ON_FAST = ("even_fast", "by_speed_fast", "ddp_fast")
+BY_HAND = ("even", "by_speed", "one_process", "jit_cut_state", *DDP, *ON_FAST)
+UNPREDICTED = (*DDP, "jit_cut_state")
 FORMS = ("switch", "staged", "fused")
 ALWAYS_OVERLAP = ("overlap_staged", "overlap_fused", "serial")
 """One plan, whose collectives run beside computing, little as that may gain: in some form, or one after another."""
@@ -145,11 +163,15 @@ class Measuring(Worker):
         arguments = begun(fn, traced)
         with emulated.unlimited():
             self.tell(f"{name}: planning")
-            planned = dict.fromkeys(_planned_as(system) for system in self.options.systems if system != "ddp")
+            planned = dict.fromkeys(_planned_as(s) for s in self.options.systems if s not in UNPREDICTED)
             if self.job.first:
-                apart = [system for system in planned if system != "overlap"]
-                for system, plan in chosen(apart, fn, shapes, traced, cluster).items():
-                    plan.save(self.folder / f"{name}-{system}.json")
+                apart: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
+                for system in planned:
+                    if system != "overlap":
+                        apart[self.processes(system)].append(system)
+                for processes, systems in apart.items():
+                    for system, plan in chosen(systems, fn, shapes, traced, cluster.subset(processes)).items():
+                        plan.save(self.folder / f"{name}-{system}.json")
             self.meet()
             if "overlap" in planned:
                 # For the devices here, by one of their processes while the others wait.
@@ -167,9 +189,11 @@ class Measuring(Worker):
         for row in rows:
             if _is_watched(row.record["system"]) and isinstance(row.system, Planned) and not row.system.idle:
                 self.watched(row, arguments)
+            if isinstance(row.system, ddp.Ddp) and row.system.rows:
+                row.record["bucket_mb"] = row.system.tune()
         self.meet()
         if self.job.first:
-            quotas = [float(q) for q in CLUSTERS[self.options.cluster]["quotas"].split(":")]
+            quotas = _quotas(self.options.cluster)
             by_quota = float(each[0]) * quotas[0] / sum(quotas)
             with emulated.unlimited():
                 slowdown = each / alone_seconds(fn, shapes, traced, cluster)
@@ -239,36 +263,54 @@ class Measuring(Worker):
         `speeds`: of the processes, as they were just measured with this model.
         """
         record: dict[str, Any] = {"model": model, "cluster": self.options.cluster, "system": system}
-        if system == "ddp":
-            number = self.options.only.index(model)
-            in_torch = ddp.Ddp.on_cluster(self.options.torch, self.index, self.count, number)
-            return Row({**record, "predicted_s": None}, in_torch)
+        record["processes"] = list(self.processes(system))
+        rows = rows_by_speed(jax.tree.leaves(arguments[1])[0].shape[0], speeds[record["processes"]].tolist())
+        by_hand = self.by_hand(system, model, fn, arguments, rows)
+        if system in UNPREDICTED:
+            assert by_hand is not None
+            return Row({**record, "predicted_s": None}, by_hand)
         file = self.folder / f"{model}-{_planned_as(system)}.json"
         form = system.removeprefix("overlap_")
         form = form if form in FORMS else self.options.form
-        plan = hapsynth.load(file, fn, shapes, self.mesh, form=form)
+        plan = hapsynth.load(file, fn, shapes, None if by_hand else self.mesh, form=form)
         if system == "serial":
             plan = plan.without_overlap()
         contest = self.contest(model, plan, arguments) if system == "fastest" else None
         plan = contest.plan if contest else plan
         predicted_s, predicted = plan.cost, partial(seconds_at_speeds, plan)
-        runner: System
-        match system:
-            case "even" | "fsdp":
-                runner = Jitted(fn, self.mesh, arguments, cut_state=system == "fsdp")
-            case "by_speed":
-                rows = jax.tree.leaves(arguments[1])[0].shape[0]
-                each = rows_by_speed(rows, speeds.tolist())
-                predicted_s, predicted = at_rows(plan, each), partial(at_rows, plan, each)
-                runner = BySpeed(fn, self.mesh, each)
-            case _:
-                runner = Planned(plan)
+        if system in ("by_speed", "by_speed_fast"):
+            predicted_s, predicted = at_rows(plan, rows), partial(at_rows, plan, rows)
         record["predicted_s"] = predicted_s
-        if isinstance(runner, Planned):
+        if by_hand is None:
             record["form"] = plan.form
         if contest:
             record |= {"contest": contest.name, "contest_s": dict(contest.seconds)}
-        return Row(record, runner, predicted)
+        here = list(self.processes(system))
+        return Row(record, by_hand or Planned(plan), lambda slowdown: predicted(slowdown=slowdown[here]))
+
+    def processes(self, system: str) -> tuple[int, ...]:
+        """Those that are asked to take part; a plan may leave some of them out."""
+        if system == "one_process":
+            return (0,)
+        return fastest(self.options.cluster) if system in ON_FAST else tuple(range(self.count))
+
+    def by_hand(self, system: str, model: str, fn: Any, arguments: Arguments, rows: list[int]) -> System | None:
+        """A system that knows nothing of hapsynth; None for any other. `rows`: by speed, of its processes."""
+        processes = self.processes(system)
+        if system not in BY_HAND or self.index not in processes:
+            return Idle() if system in BY_HAND else None
+        mesh = Mesh(self.mesh.devices[list(processes)], self.mesh.axis_names)
+        match system:
+            case "even" | "even_fast" | "jit_cut_state":
+                return Jitted(fn, mesh, arguments, cut_state=system == "jit_cut_state")
+            case "by_speed" | "by_speed_fast":
+                return BySpeed(fn, mesh, rows)
+            case "one_process":
+                return Alone(fn)
+            case _:
+                number = self.options.only.index(model) * len(DDP) + DDP.index(system)
+                given = None if system == "ddp" else rows
+                return ddp.Ddp.on_cluster(self.options.torch, self.index, len(processes), number, given)
 
     def contest(self, model: str, plan: hapsynth.Plan, arguments: Arguments) -> hapsynth.AutotuneResult | None:
         plans = hapsynth.autotune_candidates(plan, self.mesh, within=_WITHIN)
@@ -297,7 +339,10 @@ class Measuring(Worker):
                     row.record["off"] = max(of_loss, differences(got, wanted))
                 low, middle, high = np.quantile(of_row[_WARM_UP:], [0.25, 0.5, 0.75]).tolist()
                 row.record |= {"median_s": middle, "spread": (high - low) / middle, "times_s": of_row.tolist()}
+                if isinstance(row.system, Planned):
+                    row.record["processes"] = list(row.system.plan.devices)
                 self.meet()
+        compare([row.record for row in rows])
         self.record_exposed([row for row in rows if isinstance(row.system, Planned) and row.system.plan.overlap])
 
     def record_exposed(self, rows: Sequence[Row]) -> None:
@@ -332,22 +377,58 @@ def _planned_as(system: str) -> str:
     return "plan" if system in FORMS else "always_overlap" if system in ALWAYS_OVERLAP else system
 
 
+def _quotas(where: str) -> list[float]:
+    return [float(quota) for quota in CLUSTERS[where]["quotas"].split(":")]
+
+
+def fastest(where: str) -> tuple[int, ...]:
+    """The processes of the fastest kind on a cluster."""
+    quotas = _quotas(where)
+    return tuple(i for i, quota in enumerate(quotas) if quota == max(quotas))
+
+
+def compare(records: Sequence[dict[str, Any]]) -> None:
+    """Adds `over` to the records of a model on a cluster: the first `system` of them that is hapsynth's, or the first
+    of all, the median `ratio` of this one's seconds over that one's, and its `interval` of 95 %, or None."""
+    base = next((r for r in records if _is_own(r["system"])), records[0])
+    for r in records:
+        ratio, interval = gain(r["times_s"][_WARM_UP:], base["times_s"][_WARM_UP:])
+        r["over"] = {"system": base["system"], "ratio": ratio, "interval": interval}
+
+
+def _is_own(system: str) -> bool:
+    return _is_watched(system) or system == "fastest"
+
+
+def best_peer(records: Sequence[dict[str, Any]]) -> str | None:
+    """The fastest of the systems that are not hapsynth's, of a model on a cluster, in a line."""
+    best = min((r for r in records if not _is_own(r["system"])), key=lambda r: r["median_s"], default=None)
+    if best is None:
+        return None
+    over, count = best["over"], len(_quotas(best["cluster"]))
+    ran = f"on {', '.join(map(str, best['processes']))} of {count} processes"
+    ratio = f"{over['ratio']:.2f} times the seconds of {over['system']} (95 %: {interval_text(over['interval'])})"
+    return f"{best['model']} on {best['cluster']}: {best['system']} {ran}, {best['median_s']:.3f} s, {ratio}"
+
+
 def report(rows: Sequence[dict[str, Any]]) -> bool:
-    """Prints a table per model and cluster of what was measured; whether all values that were compared agree."""
+    """Prints a table per model and cluster of what was measured, and the best peers; whether all values that were
+    compared agree."""
     fine = True
     # A process that fails leaves rows with predictions alone.
     rows = [r for r in rows if "times_s" in r]
+    peers: list[str] = []
     for model, where in dict.fromkeys((r["model"], r["cluster"]) for r in rows):
         these = {r["system"]: r for r in rows if (r["model"], r["cluster"]) == (model, where)}
-        base = "even" if "even" in these else next(iter(these))
+        if peer := best_peer(list(these.values())):
+            peers.append(peer)
+        base = next(iter(these.values()))["over"]["system"]
         ideal = next(iter(these.values()))["ideal_s"]
         by_quota = next(iter(these.values()))["by_quota_s"]
         print(f"\n{model} on {where} ({CLUSTERS[where]['quotas']}): ideal {ideal:.3f} s, by quota {by_quota:.3f} s")
-        print(f"{'system':<20}{'median':>10}{'spread':>8}{f'{base} / it':>12}{'middle half':>16}{'predicted':>12}"
+        print(f"{'system':<20}{'median':>10}{'spread':>8}{f'/ {base}':>17}{'95 %':>14}{'predicted':>12}"
               f"{'pred/meas':>10}{'at speed':>12}{'at/meas':>10}{'ideal/it':>10}{'off':>10}")  # fmt: skip
         for name, r in these.items():
-            ratios = np.array(these[base]["times_s"][_WARM_UP:]) / np.array(r["times_s"][_WARM_UP:])
-            low, high = np.quantile(ratios, [0.25, 0.75])
             # The first process, which compares, has no values of a plan that leaves it out.
             median, off = r["median_s"], r.get("off")
             wrong = off is not None and off > AGREE
@@ -356,15 +437,23 @@ def report(rows: Sequence[dict[str, Any]]) -> bool:
             told = ""
             for seconds in (r["predicted_s"], r.get("predicted_at_speed_s")):
                 told += f"{'-':>12}{'-':>10}" if seconds is None else f"{seconds:>10.3f} s{seconds / median:>10.2f}"
-            print(f"{name:<20}{median:>8.3f} s{r['spread']:>8.0%}{these[base]['median_s'] / median:>12.2f}"
-                  f"{f'{low:.2f} .. {high:.2f}':>16}{told}"
+            print(f"{name:<20}{median:>8.3f} s{r['spread']:>8.0%}{r['over']['ratio']:>17.2f}"
+                  f"{interval_text(r['over']['interval']):>14}{told}"
                   f"{r['ideal_s'] / median:>10.2f}{compared:>10}{'  VALUES DIFFER' if wrong else ''}")  # fmt: skip
+    if peers:
+        print("\nbest peers:", *peers, sep="\n")
     return fine
+
+
+def applicable(systems: Sequence[str], where: str) -> list[str]:
+    """Without those on the fastest kind where there is no other."""
+    one_kind = len(fastest(where)) == len(_quotas(where))
+    return [system for system in systems if not (one_kind and system in ON_FAST)]
 
 
 def start(options: argparse.Namespace, where: str, folder: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """All models on one cluster; the rows, where a process failed those of the models before, and the exit codes."""
-    systems = ["--systems", ",".join(options.systems), "--torch", options.torch]
+    systems = ["--systems", ",".join(applicable(options.systems, where)), "--torch", options.torch]
     command = again("--join", str(folder), "--cluster", where, *systems)
     file = folder / "rows.json"
     file.unlink(missing_ok=True)
@@ -376,9 +465,9 @@ def arguments() -> argparse.Namespace:
     command = parser(__doc__, json_file=Path("runtime.json"))
     command.add_argument("--only", type=names(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}")
     command.add_argument("--cluster", type=names(CLUSTERS), default=list(CLUSTERS), help=f"of {', '.join(CLUSTERS)}")
-    systems = (*SYSTEMS, "ddp", "overlap", *ALWAYS_OVERLAP, *FORMS, *NAMES)
+    systems = dict.fromkeys((*SYSTEMS, *BY_HAND, "overlap", *ALWAYS_OVERLAP, *FORMS, *NAMES))
     command.add_argument("--systems", type=names(systems), help=f"of {', '.join(systems)}")
-    command.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for ddp ({ddp.VARIABLE})")
+    command.add_argument("--torch", metavar="PYTHON", help=f"an interpreter with PyTorch, for DDP ({ddp.VARIABLE})")
     command.add_argument("--rounds", type=int, default=10, help="steps of each system, 2 of them not counted")
     command.add_argument("--form", choices=("auto", *FORMS), default="auto", help="how plans run")
     command.add_argument("--seed", type=int, default=0, help="of the order in each round")
@@ -392,14 +481,15 @@ def arguments() -> argparse.Namespace:
 
 
 def _with_torch(command: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """`ddp` among the default systems where there is PyTorch. Ends the command where it was asked for in vain."""
-    required = options.torch is not None or "ddp" in (options.systems or ())
+    """DDP among the default systems where there is PyTorch. Ends the command where it was asked for in vain."""
+    asked = any(system in DDP for system in options.systems or ())
+    required = options.torch is not None or asked
     options.torch = options.torch or os.environ.get(ddp.VARIABLE, "")
-    if options.systems is not None and "ddp" not in options.systems:
+    if options.systems is not None and not asked:
         return
     try:
         note = f"ddp: PyTorch {ddp.version(options.torch)} of {options.torch}"
-        options.systems = options.systems or [*SYSTEMS, "ddp"]
+        options.systems = options.systems or [*SYSTEMS, *DDP]
     except ddp.TorchError as error:
         if required:
             command.error(str(error))
@@ -411,6 +501,11 @@ def _with_torch(command: argparse.ArgumentParser, options: argparse.Namespace) -
 def measure(options: argparse.Namespace, folder: Path) -> int:
     rows: list[dict[str, Any]] = []
     for where in options.cluster:
+        systems = applicable(options.systems, where)
+        if left_out := [system for system in options.systems if system not in systems]:
+            print(f"{where}: {', '.join(left_out)} left out, as all processes are of one kind", flush=True)
+        if not systems:
+            continue
         (folder / where).mkdir(exist_ok=True)
         found, codes = start(options, where, folder / where)
         rows += found

@@ -23,7 +23,14 @@ from hapsynth.search.sizing.fixed_ratios import FixedRatios
 from hapsynth.search.sizing.sizer import Sizer
 from systems.hap import Hap
 
-TWIN = {"fastest": "plan", "even": "data_parallel", "by_speed": "data_parallel_speed", "fsdp": "zero3"}
+TWIN = {
+    "fastest": "plan",
+    "even": "data_parallel",
+    "even_fast": "data_parallel",
+    "by_speed": "data_parallel_speed",
+    "by_speed_fast": "data_parallel_speed",
+    "one_process": "data_parallel",
+}
 """System -> the same program by another name: a baseline, or for `fastest` the one that the contest begins with."""
 
 

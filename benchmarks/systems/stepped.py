@@ -1,7 +1,8 @@
 """Systems that run one training step on the processes of a job: hapsynth's programs, and those usual today.
 
 Each is given the same function and the same arguments, consumes its state as it goes (donation), and has one device
-per process. `even`, `by_speed` and `fsdp` know nothing of hapsynth.
+per process. `Jitted`, `BySpeed` and `Alone` know nothing of hapsynth. XLA's CPU compiler joins all gradients, and the
+loss, into one all-reduce after the last of them, so what is data parallel in JAX overlaps nothing here.
 """
 
 from __future__ import annotations
@@ -84,9 +85,23 @@ class Planned:
         return None if self.idle else self.plan.unshard(self.state)
 
 
+class Idle:
+    """A process that a system leaves out."""
+
+    def place(self, arguments: Arguments) -> None:
+        pass
+
+    def step(self) -> float:
+        return math.nan
+
+    def values(self) -> Any:
+        return None
+
+
 class Jitted:
-    """Stock JAX: `jax.jit` with the batch cut evenly along its first dimension. `cut_state`: ZeRO-3 (FSDP), every array
-    of the state cut evenly along its longest dimension that the devices divide; else it is replicated."""
+    """Stock JAX: `jax.jit` with the batch cut evenly along its first dimension. `cut_state`: every array of the state
+    is cut evenly along its longest dimension that the devices divide, as in ZeRO-3 (FSDP), whose communication it is
+    not: XLA's CPU compiler all-reduces gradients, and reduce-scatters none. Else the state is replicated."""
 
     def __init__(self, fn: TrainingStep, mesh: Mesh, arguments: Arguments, *, cut_state: bool) -> None:
         self.mesh = mesh
@@ -123,12 +138,15 @@ class Jitted:
 
 
 class BySpeed:
-    """Data parallelism with an uneven batch, by hand, as fast as it gets: every process computes the gradients of just
-    its rows in a function of its own, weighted by how many they are; one function that is alike everywhere sums them
-    and updates. (One SPMD program would pad every process's rows to the most of any, and gain nothing.)"""
+    """Data parallelism with an uneven batch, by hand: every process computes the gradients of just its rows in a
+    function of its own, weighted by how many they are; one function that is alike everywhere sums them and updates. No
+    sum is beside computing. (One SPMD program would pad every process's rows to the most of any, and gain nothing.)
+
+    `rows`: of each device of the mesh."""
 
     def __init__(self, fn: TrainingStep, mesh: Mesh, rows: Sequence[int]) -> None:
-        self.fn, self.mesh, self.rows, self.mine = fn, mesh, list(rows), jax.process_index()
+        self.fn, self.mesh, self.rows = fn, mesh, list(rows)
+        self.mine = list(mesh.devices.flat).index(mesh.local_devices[0])
         self.each = NamedSharding(mesh, PartitionSpec("d"))
         self.everywhere = NamedSharding(mesh, PartitionSpec())
         share = self.rows[self.mine] / sum(self.rows)

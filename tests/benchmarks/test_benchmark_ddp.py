@@ -67,7 +67,7 @@ def test_ddp_is_measured_where_there_is_torch(
     assert "ddp" not in _asked(monkeypatch).systems
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("ddp is left out: ")
-    for options in (["--systems", "even,ddp"], ["--torch", "/nowhere/python"]):
+    for options in (["--systems", "even,ddp"], ["--systems", "ddp_fast"], ["--torch", "/nowhere/python"]):
         with pytest.raises(SystemExit):
             _asked(monkeypatch, *options)
         assert "pip install torch" in capsys.readouterr().err
@@ -75,32 +75,37 @@ def test_ddp_is_measured_where_there_is_torch(
     assert _asked(monkeypatch, "--systems", "even").systems == ["even"]
     assert capsys.readouterr().out == ""
     monkeypatch.setenv(ddp.VARIABLE, fake("echo 2.0"))
-    assert _asked(monkeypatch).systems == [*runtime.SYSTEMS, "ddp"]
+    assert _asked(monkeypatch).systems == [*runtime.SYSTEMS, *runtime.DDP]
 
 
 def test_the_report_has_a_row_without_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"model": "mlp", "cluster": "2", "spread": 0.1, "ideal_s": 0.8, "by_quota_s": 0.7, "off": 1e-6}
-    even = {**row, "system": "even", "predicted_s": 0.9, "times_s": [1.0] * 5, "median_s": 1.0}
-    torch = {**row, "system": "ddp", "predicted_s": None, "times_s": [2.0] * 5, "median_s": 2.0}
+    even = {**row, "system": "even", "predicted_s": 0.9, "times_s": [1.0] * 8, "median_s": 1.0, "processes": [0]}
+    torch = {**row, "system": "ddp", "predicted_s": None, "times_s": [2.0] * 8, "median_s": 2.0}
+    runtime.compare([even, torch])
     assert runtime.report([even, torch])
-    line = capsys.readouterr().out.splitlines()[-1].split()
-    assert line == ["ddp", "2.000", "s", "10%", "0.50", "0.50", "..", "0.50", "-", "-", "-", "-", "0.40", "1.0e-06"]
+    (line,) = (words for words in map(str.split, capsys.readouterr().out.splitlines()) if words[:1] == ["ddp"])
+    assert line == ["ddp", "2.000", "s", "10%", "2.00", "2.00", "..", "2.00", "-", "-", "-", "-", "0.40", "1.0e-06"]
 
 
 @pytest.mark.skipif(not TORCH, reason=f"{ddp.VARIABLE} names no interpreter with PyTorch")
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("rows", [[4], None, [3, 1]], ids=str)
 @pytest.mark.parametrize("name", TINY)
-def test_torch_makes_the_step_of_jax(name: str, processes: int) -> None:
+def test_torch_makes_the_step_of_jax(name: str, rows: list[int] | None) -> None:
     assert ddp.version(TORCH)
     fn, shapes = TINY[name]()
     arguments = stepped.begun(fn, trace(fn, shapes))
     (port,) = free_ports(1)
-    systems = [ddp.Ddp(TORCH, rank, processes, f"localhost:{port}") for rank in range(processes)]
+    processes = len(rows or [2, 2])
+    of_batch = rows and [row * len(jax.tree.leaves(arguments[1])[0]) // 4 for row in rows]
+    systems = [ddp.Ddp(TORCH, rank, processes, f"localhost:{port}", of_batch) for rank in range(processes)]
     try:
         with ThreadPoolExecutor(processes) as pool:
             # Placed anew, nothing of the step before is left.
             for _ in range(2):
                 list(pool.map(lambda s: s.place(arguments), systems))
+                if of_batch:
+                    assert len(set(pool.map(lambda s: s.tune(), systems))) == 1
                 losses = [list(pool.map(lambda s: s.step(), systems)) for _ in range(3)]
         state = systems[0].values()
         assert all(s.values() is None for s in systems[1:])

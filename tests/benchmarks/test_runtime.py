@@ -23,12 +23,18 @@ from hapsynth.cluster.links import Link
 from hapsynth.graph.trace import trace
 
 TINY = models.Perceptron(batch=8, width=16, classes=4)
-EVEN = {"model": "mlp", "cluster": "2", "system": "even", "times_s": [1.0] * 5, "median_s": 1.0, "spread": 0.1}
-EVEN |= {"predicted_s": 0.9, "ideal_s": 0.8, "by_quota_s": 0.7, "off": 1e-6}
+EVEN = {"model": "mlp", "cluster": "2", "system": "even", "times_s": [1.0] * 8, "median_s": 1.0, "spread": 0.1}
+EVEN |= {"predicted_s": 0.9, "ideal_s": 0.8, "by_quota_s": 0.7, "off": 1e-6, "processes": [0, 1]}
+EVEN |= {"over": {"system": "even", "ratio": 1.0, "interval": [1.0, 1.0]}}
 
 
 def _arguments(fn: Any, shapes: Any) -> stepped.Arguments:
     return stepped.begun(fn, trace(fn, shapes))
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    """The words of each printed line by its first."""
+    return {words[0]: words for words in map(str.split, capsys.readouterr().out.splitlines()) if words}
 
 
 def _after(system: stepped.System, arguments: stepped.Arguments, steps: int = 3) -> tuple[list[float], Any]:
@@ -36,7 +42,7 @@ def _after(system: stepped.System, arguments: stepped.Arguments, steps: int = 3)
     return [system.step() for _ in range(steps)], system.values()
 
 
-@pytest.mark.parametrize("name", ["even", "fsdp", "by_speed"])
+@pytest.mark.parametrize("name", ["even", "jit_cut_state", "by_speed"])
 def test_peers_make_the_step_of_one_device(name: str) -> None:
     fn, shapes = models.mlp(2, layers=1, config=TINY)
     arguments = _arguments(fn, shapes)
@@ -45,7 +51,7 @@ def test_peers_make_the_step_of_one_device(name: str) -> None:
     if name == "by_speed":
         system: stepped.System = stepped.BySpeed(fn, mesh, [16])
     else:
-        system = stepped.Jitted(fn, mesh, arguments, cut_state=name == "fsdp")
+        system = stepped.Jitted(fn, mesh, arguments, cut_state=name == "jit_cut_state")
     losses, values = _after(system, arguments)
     wanted, state = _after(stepped.Alone(fn), arguments)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
@@ -57,7 +63,7 @@ def test_peers_make_the_step_of_one_device(name: str) -> None:
     assert stepped.differences(other, state) > 100 * stepped.AGREE
 
 
-def test_fsdp_holds_a_part() -> None:
+def test_jit_with_the_state_cut_holds_a_part() -> None:
     fn, shapes = models.mlp(2, layers=1, config=TINY)
     arguments = _arguments(fn, shapes)
     system = stepped.Jitted(fn, Mesh(np.array(jax.devices()[:2]), ("d",)), arguments, cut_state=True)
@@ -80,11 +86,9 @@ def test_all_clusters_run_the_same_model(name: str) -> None:
 
 
 def test_the_report_refuses_values_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = {**EVEN, "system": "plan", "times_s": [9.0, 9.0, 0.5, 0.5, 0.5], "median_s": 0.5}
-    assert runtime.report([EVEN, plan])
-    assert "2.00 .. 2.00" in capsys.readouterr().out
+    plan = {**EVEN, "system": "plan"}
     assert runtime.report([EVEN | {"predicted_at_speed_s": 1.5}])
-    assert capsys.readouterr().out.splitlines()[-1].split()[-8:-2] == ["0.900", "s", "0.90", "1.500", "s", "1.50"]
+    assert _lines(capsys)["even"][-8:-2] == ["0.900", "s", "0.90", "1.500", "s", "1.50"]
     assert not runtime.report([EVEN, {**plan, "off": 1e-3}])
     assert "VALUES DIFFER" in capsys.readouterr().out
 
@@ -113,12 +117,52 @@ def test_a_plan_that_leaves_the_first_process_out_is_reported(capsys: pytest.Cap
     """That process compares values, and has none of such a plan."""
     plan = {k: v for k, v in EVEN.items() if k != "off"} | {"system": "plan"}
     assert runtime.report([EVEN, plan])
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["1.0e-06", "-"]
+    lines = _lines(capsys)
+    assert (lines["even"][-1], lines["plan"][-1]) == ("1.0e-06", "-")
+
+
+def test_all_are_compared_with_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also a peer on the fast processes alone; the best is named, with where it ran."""
+    plan = {**EVEN, "system": "overlap", "times_s": [9.0, 9.0, *[0.5] * 6], "median_s": 0.5}
+    times = [9.0, 9.0, 0.75, 0.75, 0.6, 0.75, 0.75, 1.0]
+    fast = {**EVEN, "cluster": "2", "system": "by_speed_fast", "times_s": times, "median_s": 0.75, "processes": [0]}
+    rows = [dict(EVEN), plan, fast]
+    runtime.compare(rows)
+    assert fast["over"] == {"system": "overlap", "ratio": 1.5, "interval": (1.2, 2.0)}
+    assert rows[0]["over"] == {"system": "overlap", "ratio": 2.0, "interval": (2.0, 2.0)}
+    assert runtime.report(rows)
+    said = capsys.readouterr().out
+    assert "1.50  1.20 .. 2.00" in said
+    best = (
+        "mlp on 2: by_speed_fast on 0 of 2 processes, 0.750 s, 1.50 times the seconds of overlap (95 %: 1.20 .. 2.00)"
+    )
+    assert said.splitlines()[-1] == best
+    # Of 5 rounds nothing is certain enough.
+    runtime.compare([plan | {"times_s": [0.5] * 7}, short := fast | {"times_s": times[:7]}])
+    assert short["over"] == {"system": "overlap", "ratio": 1.5, "interval": None}
+
+
+def test_systems_on_the_fast_kind_are_left_out_where_there_is_one_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [runtime.fastest(where) for where in ("2", "4-1gbit", "even4")] == [(0,), (0, 1), (0, 1, 2, 3)]
+    commands: list[Any] = []
+    monkeypatch.setattr(runtime, "run", lambda machines, folder, command, *rest: commands.append(command) or [0])
+    for systems, given in (
+        ("even,by_speed_fast", ["even,by_speed_fast", "even"]),
+        ("by_speed_fast", ["by_speed_fast"]),
+    ):
+        options = ["--cluster", "2,even4", "--systems", systems, "--json", str(tmp_path / "out.json")]
+        monkeypatch.setattr("sys.argv", ["runtime.py", *options])
+        commands.clear()
+        runtime.measure(runtime.arguments(), tmp_path)
+        assert [command[-3] for command in commands] == given
+        assert "even4: by_speed_fast left out, as all processes are of one kind" in capsys.readouterr().out
 
 
 def test_plans_are_watched_and_others_are_not() -> None:
     watched = ("plan", "overlap", "switch", "staged", "fused", "overlap_staged", "overlap_fused", "serial")
-    systems = dict.fromkeys((*runtime.SYSTEMS, "ddp", *watched, *runtime.NAMES))
+    systems = dict.fromkeys((*runtime.SYSTEMS, *runtime.BY_HAND, *watched, *runtime.NAMES))
     assert {name for name in systems if runtime._is_watched(name)} == {*watched}
 
 
