@@ -21,6 +21,10 @@ def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> 
         f"{plural(len(plan.traced.graph.ops), 'op')} on {plan.cluster.name}, {plural(plan.cluster.n, 'device')}; "
         "predicted by one cost model"
     )
+    how = "without overlap: one instruction after another (--overlap: collectives beside computing)"
+    if plan.result.overlap:
+        how = "with overlap: collectives beside computing"
+    out.print(f"plan and baselines {how}")
     print_left_out(out, plan)
     rows: list[list[str]] = []
     for name, e in entries.items():

@@ -91,7 +91,11 @@ def print_summary(
 def _gain(plan: Plan, entries: Mapping[str, Entry] | None) -> Iterator[str]:
     """What the plan gains over the best baseline and over one device, and that it is next to nothing where it is."""
     best, alone = best_baseline(entries), (entries or {}).get(ONE_DEVICE)
-    others = [] if best is None else [(f"the best baseline ({label(best[0])})", best[1])]
+    others: list[tuple[str, Entry]] = []
+    if best is not None:
+        # Which baseline is the best is another matter with collectives beside computing.
+        how = "" if plan.result.overlap else ", without overlap"
+        others.append((f"the best baseline ({label(best[0])}{how})", best[1]))
     if alone is not None:
         others.append((f"one device ({plan.cluster.devices[alone.devices[0]].name})", alone))
     if not others or not plan.cost:

@@ -19,9 +19,10 @@ from hapsynth._quantities import seconds
 from hapsynth.cli.main import main
 from hapsynth.instructions.layout import R
 from hapsynth.plan import Plan
+from hapsynth.report.comparison import print_comparison
 from hapsynth.report.cost_breakdown import cost_lines, cost_record, print_costs
 from hapsynth.report.explain import Explainer
-from hapsynth.report.json_records import costs_of, search_record
+from hapsynth.report.json_records import OURS, Entry, costs_of, search_record
 from hapsynth.report.summary import print_certificate, print_summary
 from hapsynth.report.tables import console
 from hapsynth.report.timeline import print_timeline
@@ -90,6 +91,18 @@ def test_reports_say_what_is_hidden(plan: Plan, capsys: pytest.CaptureFixture[st
         "1.25x as long beside a collective (as its description says), of which each exchange takes 1.000 ms longer then"
     )
     assert f"{slow.name}: computing takes 1x as long beside a collective (a default: not measured)" in text
+
+
+def test_reports_say_whether_baselines_overlap(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    """A gain over baselines whose collectives wait is not one over the same with overlap."""
+    summed = hapsynth.synthesize(mlp_step, mlp_args(), plan.cluster, leave_out=False)
+    for judged, suffix, said in ((plan, "", "with overlap"), (summed, ", without overlap", "without overlap")):
+        entry = lambda times, cost=judged.cost: Entry(times * cost, 1e6, True, {}, (0, 1))
+        entries = {OURS: entry(1.0), "zero3_speed": entry(1.5)}
+        print_summary(console(), judged, costs_of(judged), entries)
+        assert f"1.50x over the best baseline (ZeRO-3, by speed{suffix})\n" in capsys.readouterr().out
+        print_comparison(console(), judged, entries)
+        assert f"plan and baselines {said}: " in capsys.readouterr().out
 
 
 def test_explanations_are_of_sums_and_say_so(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:

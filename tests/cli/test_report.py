@@ -128,12 +128,15 @@ def test_a_gain_of_next_to_nothing_is_said(plan: Plan, capsys: pytest.CaptureFix
     assert said({}) == []
     worth = said({"zero2, on 0-3": entry(1.5), "data_parallel": entry(1.7), "one device": entry(3.0)})
     assert worth == [
-        "gain           1.50x over the best baseline (ZeRO-2, even, on 0-3), 3.00x over one device (V100-16GB)"
+        "gain           1.50x over the best baseline (ZeRO-2, even, on 0-3, without overlap), "
+        "3.00x over one device (V100-16GB)"
     ]
     small = said({"zero2": entry(1.04), "data_parallel": entry(1.01, fits=False), "one device": entry(9.0, fits=False)})
     assert small == [
-        "gain           1.04x over the best baseline (ZeRO-2, even), one device (V100-16GB) is too small",
-        f"               next to nothing over the best baseline (ZeRO-2, even): {seconds(1.04 * plan.cost)}",
+        "gain           1.04x over the best baseline (ZeRO-2, even, without overlap), "
+        "one device (V100-16GB) is too small",
+        "               next to nothing over the best baseline (ZeRO-2, even, without overlap): "
+        + seconds(1.04 * plan.cost),
     ]
     assert best_baseline(ours | {"zero2": entry(1.0, fits=False)}) is None
 
