@@ -27,7 +27,7 @@ README = (
     ("data_parallel", "data parallel, even"),
     ("data_parallel_speed", "data parallel, by speed"),
     ("zero3", "ZeRO-3"),
-    ("tensor_parallel", "Megatron"),
+    ("tensor_parallel", "tensor parallel"),
 )
 COLUMNS = {
     "": -26,

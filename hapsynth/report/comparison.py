@@ -25,6 +25,9 @@ def print_comparison(out: Console, plan: Plan, entries: Mapping[str, Entry]) -> 
     if plan.result.overlap:
         how = "with overlap: collectives beside computing"
     out.print(f"plan and baselines {how}")
+    if plan.traced.graph.again is not None:
+        ops = plural(len(plan.traced.graph.again.ops), "op")
+        out.print(f"{ops} run twice, so that less is held between: chosen for the plan, and the same in baselines")
     print_left_out(out, plan)
     rows: list[list[str]] = []
     for name, e in entries.items():

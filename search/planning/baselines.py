@@ -17,8 +17,12 @@ at fixed ratios, solved exactly, passed through the checker and costed with the 
     ..._speed            these with the batch, and experts, cut in proportion to the devices' speed, all else evenly:
                          what Poplar (arXiv 2408.12596) does. The speed is that of the graph's contractions, each at
                          its own dtype's rate
-    tensor_parallel      Megatron-LM (Shoeybi et al. 2019): the batch whole, every weight cut in at most one
-                         dimension, so that columns meet rows, partial sums reduced where they arise; evenly
+    tensor_parallel      the cuts of Megatron-LM (Shoeybi et al. 2019): the batch whole, every weight cut in at most
+                         one dimension, so that columns meet rows, partial sums reduced where they arise; evenly, over
+                         all devices
+
+Each has one axis over its devices. What mixes these along several, as tensor parallel within hosts and data parallel
+between them, is none of the baselines, nor are pipelines.
 """
 
 from __future__ import annotations
@@ -67,7 +71,7 @@ _both = lambda labels: {
 }
 NAMES = (*_both(_ZERO), "tensor_parallel")
 """Those that there are for every graph."""
-LABELS = {**_both(_ZERO), "tensor_parallel": "tensor parallel (Megatron), even", **_both(_EXPERTS)}
+LABELS = {**_both(_ZERO), "tensor_parallel": "tensor parallel, even", **_both(_EXPERTS)}
 """Name -> as a report says it."""
 
 
@@ -160,7 +164,6 @@ class Baselines:
     def __init__(self, task: Task, devices: tuple[int, ...] | None = None) -> None:
         graph, table = task.graph, task.factors
         self.devices = devices
-        # What people run today knows one axis over all devices.
         axes = ((DEFAULT_AXIS, task.cluster.n),)
         self.costs = CostModel(graph, task.cluster, table, axes, task.memory_budget, task.options.lowering)
         self.graph, self.table, self.task, self.limit = graph, table, task, task.memory_budget.limit

@@ -19,6 +19,9 @@ import hapsynth
 from hapsynth.graph.ir import Graph, Rematerialized
 from hapsynth.graph.rematerialize import blocks, recomputed
 from hapsynth.graph.trace import trace
+from hapsynth.report.comparison import print_comparison
+from hapsynth.report.json_records import OURS, Entry
+from hapsynth.report.tables import console
 from hapsynth.running.plan_file import PlanError
 from hapsynth.search.analysis.fusion import materialized
 from hapsynth.search.analysis.liveness import Liveness
@@ -116,6 +119,15 @@ def test_it_is_saved_and_read(tmp_path: Path) -> None:
     (tmp_path / "edited.json").write_text(text.replace('"again": {', '"again": {"was": 1,').replace('"at":', '"no":'))
     with pytest.raises(PlanError, match=r"edited\.json: was edited"):
         hapsynth.load(tmp_path / "edited.json", step, ARGS)
+
+
+def test_compare_says_that_baselines_recompute_too(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(0.85, recompute=True)
+    print_comparison(console(), plan, {OURS: Entry(plan.cost, 1.0, True, {}, (0, 1))})
+    again = plan.traced.graph.again
+    assert again is not None
+    said = f"{len(again.ops)} ops run twice, so that less is held between: chosen for the plan"
+    assert f"{said}, and the same in baselines\n" in capsys.readouterr().out
 
 
 def test_a_plan_file_of_another_function_says_so(tmp_path: Path) -> None:
