@@ -1,10 +1,10 @@
 """The evaluation by prediction: HAP's four models on clusters of the literature, against today's usual systems.
 
     python benchmarks/evaluation.py [--only bert,vgg19] [--cluster poplar_b] [--layers 2] [--budget 60]
-                                    [--joint-gap 0.03] [--overlap] [--markdown] [--json OUT]
+                                    [--joint-gap 0.03] [--overlap] [--plan-ms 547.8] [--markdown] [--json OUT]
 
 Every system's program is judged by one cost model, hapsynth's; nothing is allocated or run. Systems: data parallel and
-ZeRO-1, -2, -3, each even and by speed (Poplar), Megatron's tensor parallelism, expert parallelism (GShard and
+ZeRO-1, -2, -3, each even and by speed (Poplar), tensor parallelism (Megatron's cuts), expert parallelism (GShard and
 DeepSpeed-MoE) where there are experts, HAP (`systems/hap.py`), each on all devices and on the set of them that suits it
 best; one device (`search/planning/baselines.py`, `baseline_subsets.py`); and the plan. Searches for sums begin from no
 baseline, those for makespans also from data parallelism, ZeRO-2 and ZeRO-3.
@@ -16,7 +16,8 @@ best fractions of its program (`Result.rounding_gap`).
 
 With `--overlap` time is the makespan, collectives beside computing, in the best order found (`search/scheduling`), of
 the plan (`synthesize(overlap=True)`) and of all others. `of the sum`: the plan that minimizes the sum, its order chosen
-by the same scheduler; what the plan gains on it is the program's. `over`: the best baseline over the plan.
+by the same scheduler; what the plan gains on it is the program's. `over`: the best baseline over the plan. With
+`--plan-ms` baselines alone are made, beside a plan that took so long: for a row whose plan was found before.
 
 Models at HAP's sizes: batch 32 x devices, 768 wide, 12 layers, sequence 128, experts 2 x devices. Each row in a process
 of its own.
@@ -70,16 +71,37 @@ OVERLAP_HEADS = (
 )
 
 
-def one(row: dict[str, Any], budget: float | None, joint_gap: float | None, *, overlap: bool) -> dict[str, Any]:
+def one(row: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Everything about one model on one cluster, as JSON."""
     where = examples.cluster(row["cluster"])
     build = MODELS[row["model"]]
     deep = {"layers": row["layers"]} if row["layers"] and "layers" in inspect.signature(build).parameters else {}
     row["layers"] = deep.get("layers")
     fn, args = build(where.n, **deep)
-    if overlap:
-        return overlapped_row(row, fn, args, where, budget)
-    return summed_row(row, fn, args, where, budget, joint_gap)
+    if options.plan_ms is not None:
+        found = overlapped_baselines(trace(fn, args).graph, where, options.plan_ms / 1e3)
+        return {**row, "status": "baselines alone", **found}
+    if options.overlap:
+        return overlapped_row(row, fn, args, where, options.budget)
+    return summed_row(row, fn, args, where, options.budget, options.joint_gap)
+
+
+def overlapped_baselines(graph: Graph, where: Cluster, plan_s: float) -> dict[str, Any]:
+    """The baselines' makespans beside that of a plan, and it."""
+    began = time.process_time()
+    systems = systems_of(graph, where).best(overlap=True, each=False)
+    fitting = {name: b for name, b in systems.items() if b.fits}
+    everywhere = {name: b for name, b in fitting.items() if b.devices is None}
+    least = lambda among: min(among, key=lambda name: among[name].cost_s, default=None)
+    return {
+        "cost_s": plan_s,
+        "of": where.n,
+        "systems": {name: judgement(b) for name, b in systems.items()},
+        "best_everywhere": least(everywhere),
+        "best": least(fitting),
+        "worse_than": [name for name, b in fitting.items() if plan_s > b.cost_s * (1 + TOLERANCE)],
+        "baselines_cpu_s": time.process_time() - began,
+    }
 
 
 def overlapped_row(row: dict[str, Any], fn: Any, args: Any, where: Cluster, budget: float | None) -> dict[str, Any]:
@@ -99,27 +121,16 @@ def overlapped_row(row: dict[str, Any], fn: Any, args: Any, where: Cluster, budg
         "cpu_s": time.process_time() - planned,
         "strategy": in_words(summed, where),
     }
-    began = time.process_time()
-    systems = systems_of(plan.traced.graph, where).best(overlap=True, each=False)
-    row["baselines_cpu_s"] = time.process_time() - began
-    fitting = {name: b for name, b in systems.items() if b.fits}
-    everywhere = {name: b for name, b in fitting.items() if b.devices is None}
-    least = lambda among: min(among, key=lambda name: among[name].cost_s, default=None)
     return {
         **row,
         "status": plan.result.status,
-        "cost_s": plan.cost,
         "gap": plan.gap,
         "joint_gap": plan.result.joint_gap,
         "exposed_s": plan.result.exposed_communication_s,
         "clocks_s": dict(plan.result.clocks_s),
         "devices": list(plan.devices),
-        "of": where.n,
-        "systems": {name: judgement(b) for name, b in systems.items()},
-        "best_everywhere": least(everywhere),
-        "best": least(fitting),
-        "worse_than": [name for name, b in fitting.items() if plan.cost > b.cost_s * (1 + TOLERANCE)],
         "strategy": in_words(plan, where),
+        **overlapped_baselines(plan.traced.graph, where, plan.cost),
     }
 
 
@@ -222,13 +233,17 @@ def overlap_cells(row: dict[str, Any]) -> list[str]:
     shown = named(row)
     if "cost_s" not in row:
         return [*shown, *["-"] * (len(OVERLAP_HEADS) - 3), row["status"]]
-    cost, summed = row["cost_s"], row["of_the_sum"]
-    shown += [ms(cost), on(row["devices"], row["of"]), f"{row['gap']:.2%}", f"{row['joint_gap']:.1%}"]
-    shown.append(f"{ms(summed['makespan_s'])} on {on(summed['devices'], row['of'])}")
+    cost, summed = row["cost_s"], row.get("of_the_sum")
+    shown.append(ms(cost))
+    if summed is None:
+        shown += ["-"] * 4
+    else:
+        shown += [on(row["devices"], row["of"]), f"{row['gap']:.2%}", f"{row['joint_gap']:.1%}"]
+        shown.append(f"{ms(summed['makespan_s'])} on {on(summed['devices'], row['of'])}")
     shown += [of_system(row, row["best_everywhere"]), of_system(row, row["best"])]
     shown.append(f"{row['systems'][row['best']]['cost_s'] / cost:.3f}x" if row["best"] else "-")
-    shown += [f"{row['plan_cpu_s']:.0f}", f"{row['baselines_cpu_s']:.0f}"]
-    return [*shown, row["strategy"] + worse(row)]
+    shown += ["-" if summed is None else f"{row['plan_cpu_s']:.0f}", f"{row['baselines_cpu_s']:.0f}"]
+    return [*shown, row.get("strategy", row["status"]) + worse(row)]
 
 
 def named(row: dict[str, Any]) -> list[str]:
@@ -263,18 +278,21 @@ def arguments() -> argparse.Namespace:
     command.add_argument("--budget", type=float, help="seconds per plan (default: until proved)")
     command.add_argument("--timeout", type=float, default=1800, help="seconds per row (default: 1800)")
     command.add_argument("--overlap", action="store_true", help="makespans, collectives beside computing")
+    command.add_argument("--plan-ms", type=float, help="a plan's makespan, found before: baselines alone, of one row")
     command.add_argument("--joint-gap", type=float, help="how close bounds of sums at any ratios have to come")
     command.add_argument("--markdown", action="store_true", help="the table for the docs")
     options = command.parse_args()
     if options.layers is not None and options.layers < 1:
         command.error(f"--layers {options.layers}: give a whole number of at least 1")
+    if options.plan_ms is not None and not (options.overlap and len(options.cluster) == len(options.only) == 1):
+        command.error("--plan-ms is the makespan of one plan: give --overlap, one --cluster and one model with --only")
     return options
 
 
 def main() -> int:
     options = arguments()
     if options.row:
-        print(json.dumps(one(options.row, options.budget, options.joint_gap, overlap=options.overlap)))
+        print(json.dumps(one(options.row, options)))
         return 0
     pairs = [(where, model) for where in options.cluster for model in options.only]
     made = (

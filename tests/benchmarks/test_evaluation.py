@@ -93,6 +93,13 @@ def test_a_row_of_makespans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert row["of_the_sum"]["makespan_s"] <= row["of_the_sum"]["cost_s"] * (1 + 1e-9)
     assert row["cost_s"] <= row["of_the_sum"]["makespan_s"] * (1 + 1e-9)
     assert capsys.readouterr().out.splitlines()[2].startswith("| poplar_b | mlp 1 | ")
+    # Baselines alone, beside a plan that took twice as long.
+    assert run_script("evaluation", "--overlap", "--plan-ms", str(2e3 * row["cost_s"]), *options) == 1
+    (alone,) = json.loads(file.read_text())
+    assert (alone["best"], alone["systems"]) == (row["best"], row["systems"])
+    assert row["best"] in alone["worse_than"]
+    over = f"| {costs[row['best']] / row['cost_s'] / 2:.3f}x |"
+    assert over in capsys.readouterr().out.splitlines()[2]
 
 
 @pytest.mark.few(0)
@@ -118,6 +125,10 @@ def test_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bad_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for option, message in ((["--only", "gpt9"], "'gpt9' is none of"), (["--cluster", "x"], "'x' is none of")):
+    for option, message in (
+        (["--only", "gpt9"], "'gpt9' is none of"),
+        (["--cluster", "x"], "'x' is none of"),
+        (["--overlap", "--plan-ms", "1"], "give --overlap, one --cluster and one model with --only"),
+    ):
         assert run_script("evaluation", *option) == 2
         assert message in capsys.readouterr().err
