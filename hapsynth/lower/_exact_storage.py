@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hapsynth import _jax
-from hapsynth.lower._storage import Storage, cut_to, local_positions, put_copy
+from hapsynth.lower._storage import Storage, cut_to, local_positions
 
 
 def local_numbers(mesh: Mesh) -> list[int]:
@@ -104,12 +104,8 @@ class ExactStorage(Storage):
             return stored.joined.shape == self.local_joined_shape
         return [x.shape for x in stored.arrays] == self.local_shapes
 
-    def put_shards(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
-        if self.is_even:
-            return super().put_shards(read)
-        with _jax.no_mesh():
-            places = zip(self.local_slices, self.mesh.local_devices, strict=True)
-            return Shards([put_copy(read(slices), d) for slices, d in places])
+    def _lengthened(self, shard: np.ndarray) -> np.ndarray:
+        return shard
 
     def of_shards(self, shards: Sequence[jax.Array]) -> Any:
         return super().of_shards(shards) if self.is_even else Shards(shards)

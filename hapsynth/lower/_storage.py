@@ -238,27 +238,22 @@ class Storage:
                 stored = with_weak_type(stored, self.dtype, self.weak_type)
             return stored
 
-    def put_shards(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+    def put_shards(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
         """Store what `read` gives for the slices of each shard of this process: just that part of the logical value.
 
         The result shares no memory with it. Not for typed keys, which no NumPy array holds.
         """
-
-        def shard(index: Any) -> np.ndarray:
-            pieces, padding = [slice(0, n) for n in self.shape], [(0, 0)] * len(index)
-            for dim, (_, lengths) in self.cuts.items():
-                largest = max(lengths)
-                position = (index[dim].start or 0) // largest
-                start, length = sum(lengths[:position]), lengths[position]
-                pieces[dim], padding[dim] = slice(start, start + length), (0, largest - length)
-            piece = read(tuple(pieces))
-            return np.pad(piece, padding) if any(after for _, after in padding) else np.array(piece)
-
-        stored = jax.make_array_from_callback(self.stored_shape, self.sharding, shard)
-        if not self.weak_type:
-            return stored
         with _jax.no_mesh():
-            return with_weak_type(stored, self.dtype, True)
+            places = zip(self.local_slices, self.mesh.local_devices, strict=True)
+            # `make_array_from_callback` counts as an implicit transfer, which `jax.transfer_guard` refuses.
+            stored = self.of_shards([put_copy(self._lengthened(read(slices)), device) for slices, device in places])
+            is_weak = self.weak_type and isinstance(stored, jax.Array)
+            return with_weak_type(stored, self.dtype, True) if is_weak else stored
+
+    def _lengthened(self, shard: np.ndarray) -> np.ndarray:
+        """A shard of exact shape as it is to be stored."""
+        widths = [(0, large - small) for small, large in zip(shard.shape, self.sharding.shard_shape(self.stored_shape))]
+        return np.pad(shard, widths) if any(after for _, after in widths) else shard
 
     def of_shards(self, shards: Sequence[jax.Array]) -> Any:
         """What is stored of the shards of exact shape on this process's devices, in mesh order; it takes their

@@ -79,3 +79,16 @@ def test_host_shards_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
         stored = storage.put_shards(lambda slices: VALUE[slices])
         np.testing.assert_array_equal(storage.fetch(stored), VALUE)
     assert padded == [[(0, 6), (0, 0)]]
+
+
+@pytest.mark.parametrize("kind", [Storage, ExactStorage])
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+def test_storing_is_an_explicit_transfer(kind: type[Storage], cuts: Any) -> None:
+    """However the value is cut, as `jax.device_put` is one: `jax.transfer_guard` is to find what is none."""
+    for weak in (False, True):
+        storage = kind(VALUE.shape, VALUE.dtype, weak, *cuts, first_devices(2))
+        with jax.transfer_guard("disallow"):
+            stored = [storage.put_shards(lambda slices: VALUE[slices])]
+            stored += [storage.put(VALUE, copy=copy) for copy in (False, True)]
+        for each in stored:
+            np.testing.assert_array_equal(storage.fetch(each), VALUE)
