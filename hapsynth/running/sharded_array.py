@@ -67,6 +67,16 @@ class ShardedArray:
         return self._storage.dtype
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the logical value."""
+        return self.size * self.itemsize
+
+    @property
     def weak_type(self) -> bool:
         """Whether JAX's promotion takes the dtype for weak."""
         return self._storage.weak_type
@@ -95,6 +105,11 @@ class ShardedArray:
     def sharding(self) -> NamedSharding:
         """The sharding of `data`, were its shards alike."""
         return self._storage.sharding
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        """Whether all its devices are of this process."""
+        return self.sharding.is_fully_addressable
 
     @property
     def data(self) -> jax.Array | Shards:
@@ -129,6 +144,11 @@ class ShardedArray:
         # Where others put it into their messages, too.
         return f"{self!r}, whole as plan.unshard(x)"
 
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise ShardedArrayTypeError(self._explain(f"the format {spec!r} of"))
+        return str(self)
+
     def __copy__(self) -> ShardedArray:
         """In memory of its own, as of any array."""
         return ShardedArray(self._storage, self._storage.duplicate(alive(self)._data))
@@ -154,12 +174,12 @@ class ShardedArray:
     def __jax_array__(self) -> NoReturn:
         raise ShardedArrayTraceError(self._explain("a JAX function of"))
 
-    # NumPy leaves the operator to this class then.
-    __array_ufunc__ = None
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> NoReturn:
+        raise ShardedArrayTypeError(self._explain(f"numpy.{ufunc.__name__} of"))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The whole array. ShardedArrayTypeError among several processes, all of which must call `plan.unshard`."""
-        if not self.sharding.is_fully_addressable:
+        if not self.is_fully_addressable:
             raise ShardedArrayTypeError(self._explain("a NumPy array, in one process, of"))
         if copy is False:
             raise ValueError(f"{self!r} is put together from its shards: there is no NumPy array of it without a copy")

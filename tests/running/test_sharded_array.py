@@ -58,6 +58,7 @@ def test_two_axes(layout: Any, cuts: Any, sizes: str, pieces: Any) -> None:
 
 def test_it_shows_the_logical_value(array: ShardedArray) -> None:
     assert (array.shape, array.dtype, array.ndim, array.size) == ((6, 2), np.float32, 2, 12)
+    assert (array.itemsize, array.nbytes, array.is_fully_addressable) == (4, 48, True)
     assert array.sizes == (3, 0, 2, 1)
     assert array.layout == "S(0)"
     assert not array.weak_type
@@ -89,6 +90,10 @@ USES: dict[str, Callable[[Any], Any]] = {
     "add": lambda x: x + 1,
     "radd": lambda x: 1 + x,
     "numpy": lambda x: np.ones(2) * x,
+    "numpy's scalar": lambda x: np.float32(2) * x,
+    "numpy's sine": np.sin,
+    "numpy's sum": np.sum,
+    "format": lambda x: f"{x:.3f}",
     "jax": lambda x: jnp.ones(2) * x,
     "iadd": lambda x: operator.iadd(x, 1),
     "matmul": lambda x: x @ x,
@@ -144,6 +149,6 @@ def test_a_message_of_others_names_the_way_out(array: ShardedArray) -> None:
 
 
 def test_operators_raise_a_type_error(array: ShardedArray) -> None:
-    for use in ("add", "eq", "index", "bool", "len", "numpy"):
+    for use in ("add", "eq", "index", "bool", "len", "numpy", "numpy's scalar", "numpy's sum", "format"):
         with pytest.raises(TypeError, match="unshard"):
             USES[use](array)
