@@ -104,8 +104,8 @@ class ExactStorage(Storage):
             return stored.joined.shape == self.local_joined_shape
         return [x.shape for x in stored.arrays] == self.local_shapes
 
-    def _lengthened(self, shard: np.ndarray) -> np.ndarray:
-        return shard
+    def _own_shard(self, shard: np.ndarray) -> np.ndarray:
+        return np.array(shard)
 
     def of_shards(self, shards: Sequence[jax.Array]) -> Any:
         return super().of_shards(shards) if self.is_even else Shards(shards)

@@ -87,18 +87,16 @@ def with_weak_type(x: Any, dtype: Any, weak: bool) -> Any:
     return primitives.convert_element_type_p.bind(x, new_dtype=np.dtype(dtype), weak_type=True, sharding=None)
 
 
-def put_copy(x: np.ndarray, where: Any) -> jax.Array:
-    """`x` on a device of this process, or under a sharding over such, in memory of JAX's own.
+def put_own(x: np.ndarray, where: Any) -> jax.Array:
+    """`x`, which nobody else has, on a device of this process, or under a sharding over such, in memory of JAX's own.
 
-    On CPUs JAX keeps NumPy arrays that are aligned, with `may_alias=False` too: what is written to them later would
-    show, and no call could use their memory again for its results.
+    JAX may read it until long after `device_put`, and on CPUs keeps it where it is aligned, with `may_alias=False` too:
+    no call could use its memory again for its results.
     """
     put = jax.device_put(x, where, may_alias=False)
     begin, end = np.lib.array_utils.byte_bounds(x)
     pieces = [s.data for s in put.addressable_shards if s.data.size and s.device.platform == "cpu"]
-    if any(begin <= piece.unsafe_buffer_pointer() < end for piece in pieces):
-        put = jax.block_until_ready(put.copy())
-    return put
+    return put.copy() if any(begin <= piece.unsafe_buffer_pointer() < end for piece in pieces) else put
 
 
 def local_positions(mesh: Mesh) -> list[tuple[int, ...]]:
@@ -246,14 +244,14 @@ class Storage:
         with _jax.no_mesh():
             places = zip(self.local_slices, self.mesh.local_devices, strict=True)
             # `make_array_from_callback` counts as an implicit transfer, which `jax.transfer_guard` refuses.
-            stored = self.of_shards([put_copy(self._lengthened(read(slices)), device) for slices, device in places])
+            stored = self.of_shards([put_own(self._own_shard(read(slices)), device) for slices, device in places])
             is_weak = self.weak_type and isinstance(stored, jax.Array)
             return with_weak_type(stored, self.dtype, True) if is_weak else stored
 
-    def _lengthened(self, shard: np.ndarray) -> np.ndarray:
-        """A shard of exact shape as it is to be stored."""
+    def _own_shard(self, shard: np.ndarray) -> np.ndarray:
+        """A copy of a shard of exact shape, as it is to be stored."""
         widths = [(0, large - small) for small, large in zip(shard.shape, self.sharding.shard_shape(self.stored_shape))]
-        return np.pad(shard, widths) if any(after for _, after in widths) else shard
+        return np.pad(shard, widths) if any(after for _, after in widths) else np.array(shard)
 
     def of_shards(self, shards: Sequence[jax.Array]) -> Any:
         """What is stored of the shards of exact shape on this process's devices, in mesh order; it takes their
@@ -267,8 +265,9 @@ class Storage:
         if isinstance(x, jax.Array):
             # `may_alias=False` alone keeps the shard that lies right already.
             return jax.device_put(x.copy() if copy else x, self.sharding, may_alias=False if copy else None)
-        host = np.asarray(x, self.dtype)
-        return put_copy(host, self.sharding) if copy else jax.device_put(host, self.sharding)
+        if copy:
+            return put_own(np.array(x, self.dtype), self.sharding)
+        return jax.device_put(np.asarray(x, self.dtype), self.sharding)
 
     def _held_shards(self, x: jax.Array, copy: bool) -> list[jax.Array]:
         """The shards of an array whose `shards_fit`."""

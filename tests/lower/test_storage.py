@@ -92,3 +92,17 @@ def test_storing_is_an_explicit_transfer(kind: type[Storage], cuts: Any) -> None
             stored += [storage.put(VALUE, copy=copy) for copy in (False, True)]
         for each in stored:
             np.testing.assert_array_equal(storage.fetch(each), VALUE)
+
+
+@pytest.mark.parametrize("kind", [Storage, ExactStorage])
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+def test_jax_reads_no_array_of_the_users_later(kind: type[Storage], cuts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may do so once `device_put` has returned, when the user writes the next batch to the same memory."""
+    read: list[np.ndarray] = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, *args, **kwargs: read.append(x) or put(x, *args, **kwargs))
+    storage = storage_of(kind, cuts)
+    storage.put(VALUE, copy=True)
+    storage.put_shards(lambda slices: VALUE[slices])
+    assert read
+    assert not any(np.may_share_memory(x, VALUE) for x in read)
