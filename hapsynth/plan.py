@@ -235,8 +235,8 @@ class Plan(Planned, Generic[P, R]):
     def map(self, fn: Callable[[Any], Any], tree: Any) -> Any:
         """`fn` applied to every array of `tree`, the results sharded as the arrays were; other leaves are kept.
 
-        An unevenly sharded value is made whole for `fn`, as a NumPy array. The result may have another dtype; another
-        shape raises ValueError.
+        `fn` takes a `jax.Array`; an unevenly sharded value is made whole for it, on JAX's default device. The result
+        may have another dtype; another shape raises ValueError.
         """
         return jax.tree.map(lambda leaf: mapped(fn, leaf), tree)
 

@@ -7,6 +7,7 @@ from copy import copy
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -243,7 +244,7 @@ def mapped(fn: Callable[[Any], Any], leaf: Any) -> Any:
     """`Plan.map` of one leaf."""
     if not isinstance(leaf, (ShardedArray, jax.Array)):
         return leaf
-    mapped_leaf = fn(whole(leaf) if isinstance(leaf, ShardedArray) or leaf.is_deleted() else leaf)
+    mapped_leaf = fn(jnp.asarray(whole(leaf)) if isinstance(leaf, ShardedArray) else alive(leaf))
     if not isinstance(mapped_leaf, jax.Array):
         mapped_leaf = np.asarray(mapped_leaf)
         # As JAX takes it: NumPy makes float64 of float32 and its own scalars.

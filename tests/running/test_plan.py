@@ -172,6 +172,8 @@ def test_unshard_and_map(plan: Plan) -> None:
     half = plan.map(lambda x: x.astype(jnp.bfloat16), placed)
     assert {x.dtype for x in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
     assert_same(plan.map(lambda x: np.float64(1) * np.asarray(x), placed), state, plan)
+    cleared = plan.map(lambda x: x.at[0].set(0.0), placed)
+    assert_same(cleared, jax.tree.map(lambda x: jnp.asarray(x).at[0].set(0.0), state), plan)
     uneven = next(x for x in jax.tree.leaves(placed) if isinstance(x, ShardedArray))
     with pytest.raises(ValueError, match="must keep the shape"):
         plan.map(lambda x: x[:1], uneven)
