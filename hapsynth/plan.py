@@ -134,7 +134,8 @@ class Plan(Planned, Generic[P, R]):
         return lowered, made
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """JAX's lowered function, with `.as_text()` and `.compile()`; arguments, or their structs, are only checked.
+        """JAX's lowered function of the stored arrays, to be read: `.as_text()`, also of `.compile()`. With the
+        function's arguments the plan is called; those given here, or their structs, are only checked.
 
         In staged form those of all stages: `.compile()` compiles them, so that no later call waits for it.
         On CPUs XLA is asked to spare memory, unless XLA_FLAGS or JAX's `.compile(compiler_options=...)` say how.

@@ -67,10 +67,20 @@ class LoweredStages:
     def as_text(self) -> str:
         return "\n".join(x.as_text() for lowered in self.staged.stages.values() for x in lowered)
 
-    def compile(self) -> Staged:
+    def compile(self) -> CompiledStages:
         """Compile all: no call waits for it later."""
         _ = self.staged.compiled
-        return self.staged
+        return CompiledStages(self.staged)
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledStages:
+    """What XLA compiled of all stages of this process, which calls run."""
+
+    staged: Staged
+
+    def as_text(self) -> str:
+        return "\n".join(x.as_text() for compiled in self.staged.compiled.values() for x in compiled)
 
 
 @dataclass(eq=False)
