@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import jax
@@ -301,10 +301,12 @@ class Plan(Planned, Generic[P, R]):
         """
         return for_shapes(self, example_args, example_kwargs)
 
-    def bucketed(self, examples: Iterable[Sequence[Any]]) -> Buckets[Plan[P, R]]:
-        """This plan and one `for_shapes` of each of the examples, tuples of positional arguments: what a call takes is
-        chosen by its arguments' shapes, and any others are refused."""
-        return Buckets([self, *(self.for_shapes(*args) for args in examples)])
+    def bucketed(self, *plans: Plan[P, R]) -> Buckets[Plan[P, R]]:
+        """This plan and others that its `for_shapes` made: what a call takes is chosen by its arguments' shapes, and
+        any others are refused. Raises TypeError for what is no plan, ShapeError for one of another function."""
+        for plan in plans:
+            check_planned("a bucket", plan)
+        return Buckets([self, *plans])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all; OSError where that cannot be done."""

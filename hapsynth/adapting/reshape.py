@@ -67,9 +67,8 @@ def for_shapes(plan: P, args: Sequence[Any], kwargs: Mapping[str, Any]) -> P:
 def _traced(plan: Planned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
     """The function at the new shapes, the same in all but sizes; ShapeError where it is not."""
     planned, function = plan.traced, plan.function
-    tree = tree_structure((tuple(args), dict(kwargs)))
-    if tree != planned.in_tree:
-        raise ShapeError(f"the arguments are {tree}, and the plan is for {planned.in_tree}: {_AGAIN}")
+    if tree_structure((tuple(args), dict(kwargs))) != planned.in_tree:
+        raise ShapeError(plan.arguments.structure_error(args, dict(kwargs)))
     traced = trace(function, args, dict(kwargs), carry=[])
     graph, old = traced.graph, planned.graph
     for path, i in zip(traced.in_paths, range(len(graph.inputs))):
@@ -144,6 +143,9 @@ class Buckets(Generic[P]):
     """
 
     def __init__(self, plans: Sequence[P]) -> None:
+        for i, plan in enumerate(plans):
+            if plan.traced.in_tree != plans[0].traced.in_tree:
+                raise ShapeError(f"plan {i} is of another function: give what plan.for_shapes made")
         self.plans = {_shapes(p): p for p in plans}
 
     def plan_for(self, *args: Any, **kwargs: Any) -> P:

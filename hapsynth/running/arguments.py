@@ -50,7 +50,7 @@ class Arguments:
         """
         leaves, tree = tree_flatten((tuple(args), kwargs))
         if tree != self.traced.in_tree:
-            raise TypeError(self._tree_error(args, kwargs))
+            raise TypeError(self.structure_error(args, kwargs))
         if structs:
             leaves = [_Struct(x) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
         self.check(leaves, 0, self.path_from(0))
@@ -214,7 +214,7 @@ class Arguments:
         """(path, tree, position of its first leaf) of the first arguments, or of some keyword ones; checked."""
         trees = self._trees
         if len(args) > sum(isinstance(key, int) for key in trees) or not set(kwargs) <= set(trees):
-            raise TypeError(self._tree_error(args, kwargs))
+            raise TypeError(self.structure_error(args, kwargs))
         for key, argument in (*enumerate(args), *kwargs.items()):
             leaves, first = self.leaves_of(key, argument)
             self.check(leaves, first, self.path_from(first))
@@ -261,7 +261,8 @@ class Arguments:
             raise TypeError(_difference(skeleton(tree), argument, f"[{arg!r}]" if arg in self._trees else str(arg)))
         return leaves, first
 
-    def _tree_error(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    def structure_error(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        """How a call's arguments, whose tree is not the planned one, differ from that."""
         planned_args, planned_kwargs = skeleton(self.traced.in_tree)
         if len(args) != len(planned_args) or set(kwargs) != set(planned_kwargs):
             return (

@@ -110,7 +110,7 @@ def recurrent(w: Any, xs: Any) -> Any:
 
 def test_buckets_of_sequence_lengths() -> None:
     plan = planned(recurrent, (floats(8, 8), floats(12, 48, 8)), carry=[("[0]", "[0]")])
-    buckets = plan.bucketed([(floats(8, 8), floats(n, 48, 8)) for n in (6, 24)])
+    buckets = plan.bucketed(*(plan.for_shapes(floats(8, 8), floats(n, 48, 8)) for n in (6, 24)))
     assert [p.traced.graph.regions[1].count for p in buckets.plans.values()] == [12, 6, 24]
     assert buckets.plan_for(floats(8, 8), floats(6, 48, 8)).cost < plan.cost
     w, want = floats(8, 8), floats(8, 8)
@@ -128,6 +128,22 @@ def test_buckets_of_sequence_lengths() -> None:
         buckets(floats(4, 4), floats(6, 48, 8))
     with pytest.raises(TypeError, match="1 positional argument"):
         buckets(w)
+
+
+def test_buckets_of_arguments_by_name() -> None:
+    plan = planned(lambda w, *, x: (x @ w).sum(), (floats(8, 8),), example_kwargs={"x": floats(48, 8)})
+    buckets = plan.bucketed(plan.for_shapes(floats(8, 8), x=floats(6, 8)))
+    for rows in (6, 48):
+        np.testing.assert_allclose(
+            buckets(floats(8, 8), x=floats(rows, 8)), (floats(rows, 8) @ floats(8, 8)).sum(), 1e-4
+        )
+    with pytest.raises(ShapeError, match="1 positional argument and x by name and was given"):
+        plan.for_shapes(floats(8, 8), floats(6, 8))
+    with pytest.raises(ShapeError, match="plan 1 is of another function"):
+        plan.bucketed(planned(jnp.sin, (floats(8),)))
+    examples: Any = [(floats(8, 8), floats(6, 8))]
+    with pytest.raises(TypeError, match="a bucket is a list; give a hapsynth"):
+        plan.bucketed(examples)
 
 
 def test_a_constant_lies_on_the_devices_once() -> None:
@@ -176,7 +192,7 @@ def test_more_than_sizes_is_refused() -> None:
         ShapeError, match=r"argument \[0\] is in0:i32\[64, 16\], and the plan is for in0:f32\[64, 16\]: only sizes may"
     ):
         plan.for_shapes(np.ones((64, 16), np.int32))
-    with pytest.raises(ShapeError, match="the arguments are"):
+    with pytest.raises(ShapeError, match=r"takes 1 positional arguments? and was given 2"):
         plan.for_shapes(floats(64, 16), floats(2))
     steps = planned(step, (initial(), batch(240)))
     with pytest.raises(ShapeError, match=r"cannot be divided as it is in the plan"):
