@@ -46,11 +46,11 @@ def run(
     mesh = jax.make_mesh(tuple(size for _, size in described.axes), tuple(name for name, _ in described.axes))
     plan = hapsynth.synthesize(fn, args, mesh, cluster=described)
 
-    state, losses, start = init(jax.random.key(0), config), [], time.perf_counter()
+    losses, start = [], time.perf_counter()
+    # Once: a call consumes the state and returns the next, which lies as the plan wants it.
+    state = plan.shard(init(jax.random.key(0), config))
     for step, batch in zip(range(steps), batches(config)):
-        # After the first step the state is where the plan wants it: shard passes it through.
-        state, placed = plan.shard(state, batch)
-        state, loss = plan(state, placed)
+        state, loss = plan(state, batch)
         losses.append(float(loss))
         if every and (step % every == 0 or step + 1 == steps):
             print(f"step {step:3}  loss {losses[-1]:.4f}  {time.perf_counter() - start:6.1f} s", flush=True)
