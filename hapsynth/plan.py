@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import hapsynth
 from hapsynth import _jax, checkpoint
 from hapsynth._files import write_text
-from hapsynth._options import check_planned
+from hapsynth._options import check_planned, check_positive
 from hapsynth.adapting.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.adapting.reshape import Buckets, for_shapes
 from hapsynth.export import in_shardings, out_shardings, source_of
@@ -251,8 +251,10 @@ class Plan(Planned, Generic[P, R]):
         which; give real ones where the function asks more of them). `CheckReport` says how far a leaf may be off.
         Nothing that is given is consumed. In a run of several processes all must call, and all get the same report.
         Raises RuntimeError for a plan that has no function, or no devices, and where another process can't run the
-        function.
+        function; TypeError or ValueError, before anything runs, for an `rtol` of no use.
         """
+        if rtol != 0:
+            check_positive("rtol", rtol, "times a leaf's size")
         return check_plan(self, self.arguments, args, kwargs, rtol)
 
     def drift(self, argument: Any, arg: int | str = 0) -> DriftReport:
@@ -365,8 +367,8 @@ class Plan(Planned, Generic[P, R]):
     @property
     def in_shardings(self) -> tuple[Any, ...]:
         """The arguments' `NamedSharding`s, for `jax.jit(fn, in_shardings=..., out_shardings=...)` without hapsynth: XLA
-        then chooses the rest of the program itself. ValueError naming a leaf whose shards are unlike, RuntimeError for
-        a plan without devices."""
+        then chooses the rest of the program itself. ValueError naming a leaf whose shards are unlike or the arguments
+        that go by keyword, which `jax.jit` has no shardings for; RuntimeError for a plan without devices."""
         return in_shardings(self)
 
     @property

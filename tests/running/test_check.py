@@ -331,3 +331,12 @@ def test_floats_of_64_bits_are_held_to_more_digits() -> None:
         assert [path for path, _ in report.worst] == ["[0]"]
         assert "rtol 0.0001, 1e-09" in str(report)
         assert plan.check(x, rtol=1e-4).ok
+
+
+def test_a_tolerance_of_no_use_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(jnp.sin, (floats(8),))
+    assert plan.check(np.zeros(8, np.float32), rtol=0).ok
+    monkeypatch.setattr(plan, "fn", None)
+    for rtol, error in ((-1e-3, ValueError), (float("nan"), ValueError), ("1e-3", TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"rtol is .*; give a .*number of"):
+            plan.check(rtol=rtol)
