@@ -3,7 +3,7 @@
     python benchmarks/bench_several.py [--only mlp,cnn] [--cluster mixed8,even8] [--eval 0.1] [--json several.json]
 
 `train`, `eval`: predicted seconds per call of the plans with one state over those of plans alone. `weighed`: the same
-of all together, each as often as it is called. `gap`: how far at most that is above the best plans with one state.
+of all together, each as often as it is called. `gap`: by which fraction plans with one state take less at most.
 Nothing is allocated or run.
 """
 

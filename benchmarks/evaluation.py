@@ -11,8 +11,8 @@ baseline, those for makespans also from data parallelism, ZeRO-2 and ZeRO-3.
 
 Time is the sum of a program's instructions. `speedup`: of the plan over the best system that fits the memory. `one
 ratio`: the best program that is cut by one ratio throughout (the plan's, a baseline or HAP) over the plan; `even`: the
-same where all is cut evenly. Neither looks at memory. `rounding`: how far the plan's whole units are at most above the
-best fractions of its program (`Result.rounding_gap`).
+same where all is cut evenly. Neither looks at memory. `rounding`: by which fraction the best fractions of the plan's
+program take less than its whole units at most (`Result.rounding_gap`).
 
 With `--overlap` time is the makespan, collectives beside computing, in the best order found (`search/scheduling`), of
 the plan (`synthesize(overlap=True)`) and of all others. `of the sum`: the plan that minimizes the sum, its order chosen

@@ -1,4 +1,4 @@
-"""What both forms of a program have in common: how its inputs, constants and outputs are stored."""
+"""What all forms of a program have in common: how its inputs, constants and outputs are stored."""
 
 from __future__ import annotations
 
