@@ -192,7 +192,8 @@ def synthesize(
             compute, instead of the sum of instruction times. The plan's instructions are in the order of that schedule
             and run in it between processes, in one program or, between CPUs, in stages too. Where the mesh's devices or
             the requested form cannot overlap, an `OverlapWarning` says so and the plan is made without; so too between
-            CPUs of a mesh where overlap gains less than a fifth and `form` is "auto".
+            CPUs of a mesh where overlap gains less than a fifth and `form` is "auto", and where what is sent meanwhile
+            fits in memory beside no program found.
         joint_gap: Target for `Plan.joint_gap`, e.g. 0.03: the bound over all ratios is tightened until the gap is at
             most this, if possible. That takes about as long again as planning, and several times as long with experts.
             The bound is then for programs that hold no value at more than two ratios of a dimension at once. Only for
@@ -248,7 +249,7 @@ def synthesize(
         if recompute:
             raise TypeError("recompute is for one function: use jax.checkpoint in these, or plan one by itself")
         with _hinting(options, cluster):
-            return synthesize_several(
+            plans = synthesize_several(
                 cast(Functions, fn),
                 example_args,
                 devices,
@@ -263,6 +264,9 @@ def synthesize(
                 options=options,
                 form=form,
             )
+        for name, plan in plans.items():
+            _tell_without_overlap(options, plan.result, f" of {name!r}")
+        return plans
     if frequency is not None or state is not None:
         what = "frequency" if frequency is not None else "state"
         raise TypeError(f"{what} is for several functions; give a dict of functions, e.g. {{'train': fn}}")
@@ -325,18 +329,22 @@ def synthesize(
     )
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
     result = replace(result, timings_s=timings)
-    _tell_small_gain(options, result)
+    _tell_without_overlap(options, result)
     return Plan(traced, result, cluster, devices, fn=fn, form=form)
 
 
-def _tell_small_gain(options: PlanningOptions, result: Result) -> None:
-    """Warn where overlap is asked for and gains too little."""
-    if options.overlap and not result.overlap:
+def _tell_without_overlap(options: PlanningOptions, result: Result, of: str = "") -> None:
+    """Warn where overlap is asked for and gains too little, or does not fit. `of`: which function."""
+    if not options.overlap or result.overlap:
+        return
+    if options.least_speedup > 1.0:
         text = (
-            f"overlap is asked for, and no step was found that it makes {options.least_speedup:g} times as fast, from "
-            "where it pays between CPUs: planned without; give form='staged' or 'fused' to have it all the same"
+            f"no step was found that it makes {options.least_speedup:g} times as fast, from where it pays between CPUs"
+            ": planned without; give form='staged' or 'fused' to have it all the same"
         )
-        warn_user(text, OverlapWarning)
+    else:
+        text = f"no program{of} was found that fits in memory beside what is sent meanwhile: planned without"
+    warn_user(f"overlap is asked for, and {text}", OverlapWarning)
 
 
 @contextmanager

@@ -35,12 +35,10 @@ class TimedProgram(NamedTuple):
     steps: ScheduledSteps | None = None
 
 
-def timed(program: Program, sizes: Sizes, costs: CostModel, *, runs_on: bool = True) -> TimedProgram:
-    """A program in its own order. `runs_on`: with what collectives hold while others are computed."""
+def timed(program: Program, sizes: Sizes, costs: CostModel) -> TimedProgram:
+    """A program in its own order, with what collectives hold while others are computed."""
     timeline = program_timeline(program, sizes, costs)
-    return TimedProgram(
-        program, timeline, MemoryProfile(program, sizes.classes, costs, timeline.under_way if runs_on else {})
-    )
+    return TimedProgram(program, timeline, MemoryProfile(program, sizes.classes, costs, timeline.under_way))
 
 
 def scheduled_steps(

@@ -36,7 +36,6 @@ from hapsynth.search.planning.makespan import (
     concluded,
     final_makespan_s,
     first_look,
-    without_what_is_sent,
 )
 from hapsynth.search.planning.resharding import Resharding
 from hapsynth.search.planning.search_at_ratios import MANY_AXES_NODES, FirstProgram, FixedRatioSearch
@@ -165,14 +164,16 @@ class Planner:
     def explore_makespans(self, known_s: float = np.inf) -> float:
         """Seconds: the makespan of the best program that a first search from the program of the least sum finds. It is
         scheduled as thoroughly as in the end if that may bring it below `known_s` seconds. Without time for the search,
-        the makespan of the program of the least sum itself; inf where there is none."""
+        the makespan of the program of the least sum itself, or that sum where it does not fit beside what is sent; inf
+        where there is none."""
         best = self._incumbent.best
         if best is None:
             return np.inf
         self._look_at_makespans(best)
         known = self._makespans and self._makespans.best
         if not known:
-            return without_what_is_sent(self._search, best).timeline.makespan_s
+            overlapped = as_it_is(self._search, best)
+            return overlapped.timeline.makespan_s if overlapped else best.cost
         if self._looked is None or self._looked[0] is not known:
             if known.makespan_s > known_s * MOST_GAINED:
                 return known.makespan_s
@@ -268,12 +269,16 @@ class Planner:
 
     def conclude(self, cutoff: float = np.inf) -> Result:
         """The best program so far with its bounds; raises InfeasibleError where there is none, RatioError where it
-        cannot be cut as is asked. Ctrl-C as in `run`. `cutoff`: no makespan above it is sought."""
-        best, options = self._incumbent.best, self.task.options
+        cannot be cut as is asked. Ctrl-C as in `run`. `cutoff`: no makespan above it is sought. With overlap it is
+        without where no program found fits beside what is sent while devices compute."""
+        best = self._incumbent.best
         if best is None:
             raise KeyboardInterrupt if self.clock.interrupted else self._infeasible()
-        if options.overlap:
-            return self._overlapped(best, cutoff)
+        overlapped = self._overlapped(best, cutoff) if self.task.options.overlap else None
+        return overlapped or self._as_sum(self._incumbent.best or best)
+
+    def _as_sum(self, best: Candidate) -> Result:
+        """The best program as a sum of its instructions, with its bounds."""
         certified = self._unless_interrupted(partial(self._certify, best), None)
         if certified is None:
             best = self._incumbent.best or best
@@ -288,14 +293,16 @@ class Planner:
         found = self._result(best.program, best.sizes, best.cost, bound, joint, self._held(best))
         return replace(found, ratio_bound_s=min(ratio_bound, best.cost))
 
-    def _overlapped(self, best: Candidate, cutoff: float) -> Result:
-        """The program of the least makespan found, from the best one as a sum of its instructions."""
+    def _overlapped(self, best: Candidate, cutoff: float) -> Result | None:
+        """The program of the least makespan found, from the best one as a sum of its instructions; None where none fits
+        beside what is sent."""
         self._look_at_makespans(best)
         sought = self._concluded(self._makespans, cutoff) if self._makespans else None
         # Where memory is short, what is found may have to wait for its gathers longer than the sum's program does.
         fitting = [each for each in (sought, as_it_is(self._search, best)) if each is not None]
         found = min(fitting, key=lambda each: each.timeline.makespan_s, default=None)
-        found = found or without_what_is_sent(self._search, best)
+        if found is None:
+            return None
         cost = found.timeline.makespan_s
         joint = min(self.joint_makespan_bound(), cost)
         bound = min(max(found.lower_bound_s, joint), cost)

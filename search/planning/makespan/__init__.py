@@ -6,7 +6,6 @@ from hapsynth.search.planning.makespan.final_schedule import MOST_GAINED as MOST
 from hapsynth.search.planning.makespan.final_schedule import Overlapped as Overlapped
 from hapsynth.search.planning.makespan.final_schedule import as_it_is as as_it_is
 from hapsynth.search.planning.makespan.final_schedule import final_makespan_s as final_makespan_s
-from hapsynth.search.planning.makespan.final_schedule import without_what_is_sent as without_what_is_sent
 from hapsynth.search.planning.makespan.search import TOLERANCE as TOLERANCE
 from hapsynth.search.planning.makespan.search import MakespanSearch as MakespanSearch
 from hapsynth.search.planning.makespan.search import Scheduled as Scheduled

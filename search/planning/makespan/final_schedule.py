@@ -66,13 +66,6 @@ def as_it_is(search: FixedRatioSearch, best: Candidate) -> Overlapped | None:
     return _timed(best.program, best.sizes, search)
 
 
-def without_what_is_sent(search: FixedRatioSearch, best: Candidate) -> Overlapped:
-    """As `as_it_is`, for when nothing else fits: bytes that collectives hold while devices compute are not counted."""
-    found = _timed(best.program, best.sizes, search, runs_on=False)
-    assert found is not None
-    return found
-
-
 def final_makespan_s(known: Scheduled, search: FixedRatioSearch) -> float:
     """Seconds of a program in the best order found in which it fits. Its quick schedule may take a tenth longer, and
     says little of which devices are the better."""
@@ -130,10 +123,9 @@ def _within_limit(known: Scheduled, search: FixedRatioSearch) -> Tried | None:
     return found and Tried(known, found.steps, _overlapped(found, candidate.sizes, costs))
 
 
-def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch, *, runs_on: bool = True) -> Overlapped | None:
-    """A program in its own order; None where it holds too much. `runs_on`: with what collectives hold while others are
-    computed."""
-    found = timed(program, sizes, search.task.costs, runs_on=runs_on)
+def _timed(program: Program, sizes: Sizes, search: FixedRatioSearch) -> Overlapped | None:
+    """A program in its own order; None where it holds too much."""
+    found = timed(program, sizes, search.task.costs)
     fits = found.memory.peak(sizes) <= search.limit
     return _overlapped(found, sizes, search.task.costs) if fits else None
 

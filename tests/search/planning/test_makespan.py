@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -505,6 +505,25 @@ def test_a_limit_of_memory_is_kept() -> None:
     _, limited = planned(*STEPS["layers"], memory_limit=limit)
     assert max(limited.memory_bytes) <= limit
     assert limited.cost_s >= free.cost_s / ROUNDING
+
+
+def test_where_nothing_fits_beside_what_is_sent_it_is_planned_without() -> None:
+    """The plan that held more than the limit was said to fit."""
+
+    def step(ws: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        loss = lambda ws: (jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) ** 2).mean()
+        return [w - 1e-3 * g for w, g in zip(ws, jax.grad(loss)(ws), strict=True)]
+
+    args = [floats(64, 64)] * 2, floats(128, 64)
+    options = {"form": "staged", "leave_out": False, "cache": False}
+    synthesize = partial(hapsynth.synthesize, step, args, slow_cluster((1.0, 1.0), bandwidth=1e8), **options)
+    limit = 111_000
+    with pytest.warns(hapsynth.OverlapWarning, match="fits in memory beside what is sent meanwhile: planned without"):
+        plan = synthesize(overlap=True, memory_limit=limit)
+    assert not plan.result.overlap
+    assert max(plan.memory) <= limit
+    assert plan.cost == synthesize(memory_limit=limit).cost
+    assert plan.joint_lower_bound <= plan.lower_bound <= plan.cost
 
 
 def test_little_time_and_an_interruption() -> None:
