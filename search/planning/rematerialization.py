@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -179,8 +180,9 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
         except KeyboardInterrupt:
             if best is None:
                 raise
-            return best
+            return best[0], replace(best[1], interrupted=True)
         if best is not None and result.cost_s >= best[1].cost_s:
+            best = best[0], replace(best[1], interrupted=result.interrupted)
             break
         best, gain = (choice.graph, result), choice.seconds
         if result.status != "gap" or result.interrupted:
@@ -196,9 +198,12 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
         seconds, look = left(), max(_LEAST_LOOK_S, time.perf_counter() - began)
         # Without a budget no clock decides, so that all processes of a job find the same.
         plain = ClusterPlanner(task(graph, None if seconds is None else min(seconds, look))).run()
-    except (InfeasibleError, KeyboardInterrupt):
+    except InfeasibleError:
         return best
-    return best if best[1].cost_s <= plain.cost_s else (graph, plain)
+    except KeyboardInterrupt:
+        return best[0], replace(best[1], interrupted=True)
+    of, found = best if best[1].cost_s <= plain.cost_s else (graph, plain)
+    return of, replace(found, interrupted=plain.interrupted)
 
 
 def _half(seconds: float | None) -> float | None:

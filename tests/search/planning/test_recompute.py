@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from hapsynth.search.analysis.fusion import materialized
 from hapsynth.search.analysis.liveness import Liveness
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.rematerialization import _Problem as Problem
-from hapsynth.search.planning.rematerialization import choices, held_at, seconds_of
+from hapsynth.search.planning.rematerialization import choices, held_at, planned_to_fit, seconds_of
+from hapsynth.search.planning.task import PlanningOptions, Task
+from hapsynth.search.result import Result
 
 
 def arrays() -> tuple[list[jax.Array], jax.Array]:
@@ -67,6 +70,30 @@ def test_without_a_time_budget_no_clock_decides(monkeypatch: pytest.MonkeyPatch)
     planned(0.85, recompute=True)
     assert len(budgets) > 2
     assert {*budgets} == {None}
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["at another choice", "at the graph itself"])
+def test_a_plan_that_ctrl_c_ended_says_so(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was kept in the cache as if nothing cheaper had been left to look for."""
+    graph, cluster = graph_of(step, *ARGS), slow_cluster([1.0, 1.0])
+    limit = 0.85 * max(ClusterPlanner(Task(graph, cluster)).run().memory_bytes)
+    run, made = ClusterPlanner.run, list[Result]()
+
+    def pressed(self: ClusterPlanner) -> Result:
+        if made and (self.task.graph.again is None) == last:
+            raise KeyboardInterrupt
+        made.append(run(self))
+        return made[-1] if last else replace(made[-1], status="gap")
+
+    twice = lambda *args: [choice for choice in choices(*args) for _ in range(2)]
+    monkeypatch.setattr(ClusterPlanner, "run", pressed)
+    monkeypatch.setattr("hapsynth.search.planning.rematerialization.choices", twice)
+    monkeypatch.setattr("hapsynth.search.planning.rematerialization._NEXT_TO_NOTHING", 0.0)
+    of = lambda graph, budget: Task(graph, cluster, PlanningOptions(limit, budget))
+    graph, found = planned_to_fit(graph, of, None)
+    assert graph.again is not None
+    assert found.interrupted
+    assert not made[0].interrupted
 
 
 def test_a_function_without_ops_has_nothing_to_run_again() -> None:
