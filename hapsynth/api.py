@@ -354,6 +354,8 @@ def _hinting(options: PlanningOptions, cluster: Cluster, *hints: str) -> Generat
     try:
         yield
     except InfeasibleError as error:
+        if error.needs is None:
+            raise  # it isn't for want of memory
         limits = MemoryBudget.of(cluster, options.memory_limit).limits
         unlike = not options.exact and min(limits) < max(limits)
         text = "; ".join([str(error), *([_EXACT] if unlike else []), *hints])

@@ -30,7 +30,7 @@ _KIB = 1 << 10
 @dataclass(frozen=True)
 class Remedy:
     """`change`: in words. `cost_s`: step time, None where nothing fits even so, and why in `problem`. `memory_bytes`:
-    largest peak of the plan or, where nothing fits, of the smallest program found."""
+    largest peak of the plan or, where nothing fits, what the smallest program found `needs` (`InfeasibleError`)."""
 
     change: str
     devices: int
@@ -50,7 +50,7 @@ class Shortage:
     """What did not fit.
 
     `plan`: the plan of other arguments, on another cluster, within another limit of bytes per device (None: what the
-    devices have), in which all devices take part; raises InfeasibleError. `needs`: bytes of the smallest program found.
+    devices have), in which all devices take part; raises InfeasibleError. `needs`: as of that.
     """
 
     fn: Callable[..., Any]

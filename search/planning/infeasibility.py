@@ -6,33 +6,41 @@ import numpy as np
 
 from hapsynth.search.cost.model import CostModel
 from hapsynth.search.planning.candidate import Candidate
+from hapsynth.search.planning.task import PlanningOptions
 
 
-def shortage(costs: CostModel, least: Candidate | None, certain: float, *, pinned: bool, late: bool = False) -> str:
+def shortage(
+    costs: CostModel, least: Candidate | None, certain: float, options: PlanningOptions, *, late: bool = False
+) -> str:
     """Which device is too small for the program that holds the least of those found, by how much, and what helps.
 
-    `certain`: what every program's bytes count. `pinned`: whether ratios were asked for. `late`:
-    whether the time budget ended the search.
+    `certain`: what every program's bytes count; that none fits is proved where these are too many. `options`: of the
+    task, whose `devices` are what positions are told as. `late`: whether the time budget ended the search.
     """
+    within, more = (" within the time budget", "more time may find one") if late else ("", "")
+    if least is None:
+        keeping = "keeps to the layouts that are fixed"
+        return f"no program that {keeping} was found{within}; {more}" if late else f"no program {keeping}"
     budget = costs.memory_budget
+    held = least.held()
     device = int(np.argmin([k.memory for k in costs.cluster.devices]))
+    if budget.exact:
+        device = int(np.argmax(np.array(held) / budget.limits))
     mib = lambda nbytes: f"{nbytes / 2**20:.4g} MiB"
-    found = "no program keeps to the layouts that are fixed"
-    if least is not None:
-        held = least.held()
-        if budget.exact:
-            device = int(np.argmax(np.array(held) / budget.limits))
-        found = f"the smallest program found needs {mib(held[device])}, {mib(held[device] - budget.limits[device])}"
-        every = mib(min(certain, least.memory))
-        if budget.proportions is not None:
-            every = f"{100 * min(certain, least.memory) / budget.limit:.0f} % of what some device has"
-        found += f" too much (every program needs {every} or more)" if certain else " too much"
     limit, name = budget.limits[device], costs.cluster.devices[device].name
-    at, other = (" at these ratios", "other ratios, ") if pinned else ("", "")
-    none, more = "no program fits", ""
-    if late:
-        none, more = "no program that fits was found within the time budget", "more time may find one that does; "
+    found = f"the smallest program found needs {mib(held[device])}, {mib(held[device] - limit)} too much"
+    counted = min(certain, least.memory)
+    # Less than they need, never more.
+    percent = int(100 * counted / budget.limit)
+    if budget.proportions is None and counted:
+        found += f" (every program needs {mib(counted)} or more)"
+    elif budget.proportions is not None and percent:
+        found += f" (every program needs {percent} % of what some device has or more)"
+    none = "no program fits" if certain > budget.limit else f"no program that fits was found{within}"
+    at, other = ("", "") if options.fixed_ratios is None else (" at these ratios", "other ratios, ")
+    layouts = "other layouts, " if options.restriction is not None and options.restriction.stored else ""
+    position = device if options.devices is None else options.devices[device]
     return (
-        f"{none}{at}: device {device} ({name}) has {mib(limit)} and {found}; {more}{other}a device with "
-        "that much memory, more devices, or a smaller batch would fit"
+        f"{none}{at}: device {position} ({name}) has {mib(limit)} and {found}; {more}{more and '; '}{layouts}{other}"
+        "a device with that much memory, more devices, or a smaller batch would fit"
     )

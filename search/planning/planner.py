@@ -63,8 +63,9 @@ the next search starts from a worse point: 5e-3 made BERT-base on 2x4 slower."""
 
 
 class InfeasibleError(ValueError):
-    """No program fits the devices' memory. `needs`: bytes per device of the smallest program found. `excess`: its
-    largest ratio of bytes held to bytes available on a device; 1 where none was found."""
+    """No program fits the devices' memory. `needs`: the most bytes that the smallest program found holds on a device
+    that has too little. `excess`: its largest ratio of bytes held to bytes available on a device; 1 where none was
+    found."""
 
     def __init__(self, text: str, needs: float | None = None, excess: float = 1.0) -> None:
         super().__init__(text)
@@ -354,9 +355,13 @@ class Planner:
     def _infeasible(self) -> InfeasibleError:
         least, certain = self._incumbent.least, self._search.certain_bytes()
         late = certain <= self.limit and self.clock.late()
-        pinned = self.task.options.fixed_ratios is not None
-        lacking = shortage(self.task.costs, least, certain, pinned=pinned, late=late)
-        return InfeasibleError(lacking, max(least.held()) if least else None, self.excess)
+        lacking = shortage(self.task.costs, least, certain, self.task.options, late=late)
+        return InfeasibleError(lacking, self._needs(least) if least else None, self.excess)
+
+    def _needs(self, least: Candidate) -> float:
+        """As of `InfeasibleError`. Others may hold more, and have the memory."""
+        held, limits = least.held(), self.task.memory_budget.limits
+        return max((n for n, limit in zip(held, limits, strict=True) if n > limit), default=max(held))
 
     def _held(self, best: Candidate) -> tuple[float, ...]:
         """Peak bytes of each device, in XLA's order or, where memory is short, in the program's own, to which the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -19,6 +20,8 @@ from slow_devices import first_devices, thin_cluster
 
 import hapsynth
 from hapsynth.cluster.cluster import Cluster
+from hapsynth.graph.trace import trace
+from hapsynth.instructions.layout import S
 from hapsynth.instructions.program.sizes import Sizes
 from hapsynth.instructions.staging.options import DEFAULT
 from hapsynth.lower import Shards, Staged, parts
@@ -26,8 +29,12 @@ from hapsynth.lower._host_schedule import CollectiveStage
 from hapsynth.plan import Plan
 from hapsynth.running.check import relative_error
 from hapsynth.search.cost.program_cost import program_cost
+from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.memory.profile import MemoryProfile
+from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.infeasibility import shortage
 from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.sizing.sizer import Sizer
 
 
@@ -116,6 +123,38 @@ def test_what_fits_nowhere_names_the_fullest_device() -> None:
     limits = [float(k.memory) / 4 for k in tight().cluster.devices]
     with pytest.raises(InfeasibleError, match=r"device \d \(d\d+\) has .* \(every program needs \d+ %"):
         planned(tuple(limits), form="staged")
+
+
+def shortage_of(*memory: float, **options: Any) -> InfeasibleError:
+    """Of a product on devices with so many bytes, on which it does not fit."""
+    graph = trace(lambda w, x: jnp.tanh(x @ w), (floats(64, 64), floats(256, 64))).graph
+    with pytest.raises(InfeasibleError) as caught:
+        ClusterPlanner(Task(graph, limited(*memory), PlanningOptions(**options))).run()
+    return caught.value
+
+
+def test_a_device_is_told_by_its_place_in_the_cluster() -> None:
+    assert str(shortage_of(1e9, 1e9, 1e9, 2e3, devices=(2, 3))).startswith("no program fits: device 3 (d2000) has ")
+
+
+def test_what_a_device_that_lacks_memory_needs_is_told() -> None:
+    """Not what a larger one holds, which has it; nor that every program needs 0 % of some device; and that none fits
+    only where that is proved."""
+    error = shortage_of(1e9, 1e9, 1e9, 9e3, exact=True, leave_out=False)
+    told = re.fullmatch(
+        r"no program that fits was found: device 3 .* needs ([\d.]+) MiB, [\d.]+ MiB too much; .*", str(error)
+    )
+    assert told
+    assert error.needs == pytest.approx(float(told[1]) * 2**20, rel=1e-3)
+    assert error.needs == pytest.approx(error.excess * 9e3)
+
+
+def test_where_layouts_are_fixed_others_are_named() -> None:
+    costs = tight().cost_model()
+    only = PlanningOptions(restriction=Restriction(stored={0: (S(0),)}))
+    assert shortage(costs, None, 0.0, only) == "no program keeps to the layouts that are fixed"
+    fixed = shortage_of(1e3, 1e3, restriction=only.restriction)
+    assert "; other layouts, a device with that much memory, more devices, or a smaller batch would fit" in str(fixed)
 
 
 def exchanges(w: Any, x: Any) -> Any:
