@@ -441,7 +441,9 @@ class _SubsetSearch(_SetsOfDevices):
                 self._best = entry
             if entry.searched >= self._cutoff() or entry.bound >= self._cutoff() or self._late():
                 continue
-            planner = entry.planner = entry.planner or self._planner_of(entry)
+            planner = entry.planner = entry.planner or self._attempt(partial(self._planner_of, entry), None)
+            if planner is None:
+                continue
             held = self._attempt(lambda p=planner: p.bytes_at(full), 0.0)
             if held > planner.limit:
                 entry.bound = np.inf
@@ -513,9 +515,12 @@ class _SubsetSearch(_SetsOfDevices):
         """Tighten the joint bounds of all sets but the best towards `cost`, the best plan's, as asked for."""
         for entry in self._entries:
             if entry is not self._best and entry.bound < cost and not self._late():
-                entry.planner = entry.planner or self._planner_of(entry)
-                closer = self._attempt(lambda p=entry.planner: p.joint_bound_below(cost), 0.0)
+                closer = self._attempt(partial(self._joint_bound_below, cost, entry), 0.0)
                 entry.bound = max(entry.bound, closer)
+
+    def _joint_bound_below(self, cost: float, entry: _Entry) -> float:
+        planner = entry.planner = entry.planner or self._planner_of(entry)
+        return planner.joint_bound_below(cost)
 
     def _concluded(self, first_cost: float) -> Result:
         best, planner = self._best, self._best.planner

@@ -173,7 +173,7 @@ class Planner:
         self._look_at_makespans(best)
         known = self._makespans and self._makespans.best
         if not known:
-            overlapped = as_it_is(self._search, best)
+            overlapped = self._in_any_case(partial(as_it_is, self._search, best))
             return overlapped.timeline.makespan_s if overlapped else best.cost
         if self._looked is None or self._looked[0] is not known:
             if known.makespan_s > known_s * MOST_GAINED:
@@ -204,8 +204,8 @@ class Planner:
     def joint_makespan_bound(self) -> float:
         """A lower bound on the makespan, in seconds, of all programs on these devices at any ratios; Ctrl-C as in
         `run`."""
-        work = IdealWorkBound(self.task.choices, self.task.costs)
-        least, parts = work.weighted_on(self.task.cluster)
+        task = self.task
+        least, parts = self._in_any_case(lambda: IdealWorkBound(task.choices, task.costs).weighted_on(task.cluster))
         # Along several axes conversions go the ways that are the cheapest at the best ratios, which these are not.
         if self._makespans is None or self._several_axes or self.clock.late():
             return least
@@ -290,7 +290,7 @@ class Planner:
         except KeyboardInterrupt:
             self.clock.interrupted, joint = True, 0.0
         bound = min(max(bound or 0.0, joint), best.cost)
-        ratio_bound = 0.0 if self.clock.interrupted else max(joint, self._search.maker.bound(best))
+        ratio_bound = self._unless_interrupted(lambda: max(joint, self._search.maker.bound(best)), 0.0)
         found = self._result(best.program, best.sizes, best.cost, bound, joint, self._held(best))
         return replace(found, ratio_bound_s=min(ratio_bound, best.cost))
 
@@ -300,7 +300,8 @@ class Planner:
         self._look_at_makespans(best)
         sought = self._concluded(self._makespans, cutoff) if self._makespans else None
         # Where memory is short, what is found may have to wait for its gathers longer than the sum's program does.
-        fitting = [each for each in (sought, as_it_is(self._search, best)) if each is not None]
+        own = self._in_any_case(partial(as_it_is, self._search, best))
+        fitting = [each for each in (sought, own) if each is not None]
         found = min(fitting, key=lambda each: each.timeline.makespan_s, default=None)
         if found is None:
             return None
@@ -321,7 +322,7 @@ class Planner:
         task, options, effort = self.task, self.task.options, self.effort
         if options.fixed_ratios is not None:
             options.fixed_ratios.check(sizes)
-        check(task.graph, program, sizes)
+        self._in_any_case(partial(check, task.graph, program, sizes))
         unknown = tuple(unpriced(task.graph))
         return Result(
             program,
@@ -367,7 +368,8 @@ class Planner:
         """Peak bytes of each device, in XLA's order or, where memory is short, in the program's own, to which the
         limits apply."""
         ample = best.memory <= _AMPLE * self.limit
-        return held_by(best.program, best.sizes, self.task.costs) if ample else best.held()
+        given = best.program, best.sizes, self.task.costs
+        return self._in_any_case(partial(held_by, *given)) if ample else best.held()
 
     def _explore(self) -> None:
         for k, start in enumerate(self._starts):
@@ -391,6 +393,14 @@ class Planner:
                 raise
             self.clock.interrupted = True
             return otherwise
+
+    def _in_any_case(self, step: Callable[[], _T]) -> _T:
+        """The result of a short step without which there is no plan: begun anew where Ctrl-C is pressed during it."""
+        try:
+            return step()
+        except KeyboardInterrupt:
+            self.clock.interrupted = True
+            return step()
 
     def _own_ratios(self, sizes: Sizes) -> Ratios:
         """A program's own ratios."""

@@ -11,17 +11,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from cli_model import CLUSTER, MODEL
+from control_cases import floats
 from random_programs import mlp_args, mlp_step
 from slow_devices import first_devices, slow_cluster
 
 import hapsynth
 from hapsynth.cli import commands, main
 from hapsynth.cli.options import INTERRUPTED
+from hapsynth.graph.trace import trace
 from hapsynth.plan import Plan
 from hapsynth.search.formulation.problem_builder import ProblemBuilder
-from hapsynth.search.planning import search_at_ratios
+from hapsynth.search.planning import planner, search_at_ratios
+from hapsynth.search.planning.candidate import CandidateBuilder
+from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.ideal_work import IdealWorkBound
+from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress
 
 Told = list[Progress]
@@ -117,6 +124,39 @@ def test_without_any_plan_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ProblemBuilder, "problem", pressed)
     with pytest.raises(KeyboardInterrupt):
         planned()
+
+
+STEPS: dict[str, tuple[Any, str, bool]] = {
+    "the planner of some devices": (search_at_ratios.FixedRatioSearch, "__init__", False),
+    "the bound of a program's sizes": (CandidateBuilder, "bound", False),
+    "memory in XLA's order": (planner, "held_by", False),
+    "the check": (planner, "check", False),
+    "the check, with overlap": (planner, "check", True),
+    "the bound by the work": (IdealWorkBound, "weighted_on", True),
+    "its own order": (planner, "as_it_is", True),
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_between_searches_too_it_is_returned(step: tuple[Any, str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan was lost."""
+    owner, name, overlap = step
+    of, calls, whole = getattr(owner, name), list[int](), 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == whole:
+            raise KeyboardInterrupt
+        return of(*args, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+    graph = trace(lambda w, x: jnp.tanh(x @ w), (floats(64, 64), floats(256, 64))).graph
+    task = Task(graph, slow_cluster((3.0, 3.0, 0.02)), PlanningOptions(overlap=overlap))
+    best, whole = ClusterPlanner(task).run(), len(calls)
+    calls.clear()
+    found = ClusterPlanner(Task(graph, task.cluster, task.options)).run()
+    assert found.interrupted
+    assert best.cost_s * (1 - 1e-4) <= found.cost_s < float("inf")
 
 
 def test_on_the_command_line(
