@@ -8,6 +8,7 @@ from typing import NamedTuple
 from hapsynth.graph.ir import LOOP_CARRY, SCAN_STACK, Boundary, Graph
 from hapsynth.instructions.layout import Layout
 from hapsynth.instructions.program.program import Access, Compute, Program, Property, region_of, writes
+from hapsynth.search.analysis.liveness import spans_of
 
 
 class Tensor(NamedTuple):
@@ -26,7 +27,7 @@ def lifetimes(graph: Graph, program: Program) -> list[Tensor]:
     born: dict[Property, int] = dict.fromkeys(program.inputs.items(), -1)
     last: dict[Property, int] = {p: (-1 if p[0] in donated else end) for p in born}
     done: list[Tensor] = []
-    spans = _spans(graph, program)
+    spans = spans_of(graph, (region_of(graph, i) for i in program.instructions)) if len(graph.regions) > 1 else {}
     region = dict.fromkeys(born, 0)
 
     def read(need: Property, at: int, place: int) -> None:
@@ -59,15 +60,6 @@ def lifetimes(graph: Graph, program: Program) -> list[Tensor]:
         if isinstance(value, int) and layout is not None:
             last[(value, layout)] = end
     return done + [Tensor(*p, start, last[p]) for p, start in born.items()]
-
-
-def _spans(graph: Graph, program: Program) -> dict[int, tuple[int, int]]:
-    """Region -> its first and last instruction."""
-    found: dict[int, tuple[int, int]] = {}
-    for i, instruction in enumerate(program.instructions if len(graph.regions) > 1 else ()):
-        for r in graph.around(region_of(graph, instruction)):
-            found[r] = (found.get(r, (i, i))[0], i)
-    return found
 
 
 def _boundary(

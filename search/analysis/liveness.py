@@ -36,7 +36,7 @@ class Liveness:
 
     def __init__(self, graph: Graph, stored: Sequence[bool]) -> None:
         self.graph, self.stored = graph, stored
-        spans = _spans(graph)
+        spans = spans_of(graph, (op.region for op in graph.ops))
         n = len(graph.ops)
         donated = {graph.inputs[source] for source, _ in graph.carry}
         self.first = np.full(len(graph.values), -1)
@@ -167,10 +167,10 @@ class Liveness:
         return any(loop in graph.around(graph.read_in(graph.ops[o], i)) for o, i in graph.uses[value])
 
 
-def _spans(graph: Graph) -> dict[int, tuple[int, int]]:
-    """Region -> its first and last op."""
+def spans_of(graph: Graph, regions: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Region -> its first and last place, from the region at each place of an order."""
     found: dict[int, tuple[int, int]] = {}
-    for op in graph.ops:
-        for r in graph.around(op.region):
-            found[r] = (found.get(r, (op.index, 0))[0], op.index)
+    for place, region in enumerate(regions):
+        for r in graph.around(region):
+            found[r] = (found.get(r, (place, place))[0], place)
     return found
