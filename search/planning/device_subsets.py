@@ -19,7 +19,7 @@ The joint bound of the whole is the least over all sets, where one that was give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
@@ -268,6 +268,15 @@ class _SetsOfDevices:
         budget = self.task.options.time_budget_s
         return np.inf if budget is None else budget - self.whole.clock.elapsed()
 
+    def _first_made_to_fit(self, planners: Iterable[Planner]) -> Planner | None:
+        """Where no set has a program that fits: the first planner that finds one, as far as there is time."""
+        for planner in planners:
+            if self._late():
+                return None
+            if np.isfinite(self._attempt(planner.shrink, np.inf)):
+                return planner
+        return None
+
     def _late(self) -> bool:
         """Whether no other set is to be looked at."""
         self._interrupted |= any(planner.clock.interrupted for planner in self._planners)
@@ -299,7 +308,11 @@ class _OverlappedSubsets(_SetsOfDevices):
                 look = self._attempt(partial(self._look_at, devices, known_s), None)
                 looks += [look] if look else []
         if not np.isfinite(min(looks).makespan_s):
-            looks = [looks[0], *self._squeezed(looks[1:])]
+            squeezed = self._first_made_to_fit(look.planner for look in looks[1:])
+            for n, look in enumerate(looks):
+                if squeezed and look.planner is squeezed:
+                    as_sum = look._replace(makespan_s=squeezed.cost)
+                    looks[n] = self._attempt(partial(self._makespans, look.devices, squeezed), as_sum)
         if not np.isfinite(min(looks).makespan_s):
             # No set fits. What is told is what all devices lack, not the first in order.
             whole.clock.interrupted |= self._interrupted
@@ -333,19 +346,6 @@ class _OverlappedSubsets(_SetsOfDevices):
         found = _of_all_sets(best, chosen, self.task, (best.lower_bound_s, joint), bounds, efforts, left_out)
         return replace(found, interrupted=self._interrupted)
 
-    def _squeezed(self, looks: Sequence[_Look]) -> list[_Look]:
-        """The looks, none of which found a program that fits: sets are searched for one that does, until one is found,
-        and the look at its set is replaced."""
-        found = list(looks)
-        for n, look in enumerate(looks):
-            if not self._late() and all(np.isinf(each.makespan_s) for each in found):
-                found[n] = self._attempt(partial(self._shrunk, look), look)
-        return found
-
-    def _shrunk(self, look: _Look) -> _Look:
-        look.planner.shrink()
-        return self._makespans(look.devices, look.planner, np.inf)
-
     def _look_at(self, devices: Devices, known_s: float) -> _Look:
         return self._look(devices, self._planner(self.cluster.subset(devices), self._left()), known_s)
 
@@ -355,7 +355,7 @@ class _OverlappedSubsets(_SetsOfDevices):
             planner.shrink()
         return self._makespans(devices, planner, known_s)
 
-    def _makespans(self, devices: Devices, planner: Planner, known_s: float) -> _Look:
+    def _makespans(self, devices: Devices, planner: Planner, known_s: float = np.inf) -> _Look:
         """The look at a set from the makespans of its programs, within a part of the remaining time."""
         with planner.clock.within(_LOOKING):
             return _Look(planner.explore_makespans(known_s), devices, planner)
@@ -409,7 +409,9 @@ class _SubsetSearch(_SetsOfDevices):
         self._consider_all()
         self._narrow_down()
         if not np.isfinite(self._cost()):
-            self._squeeze()
+            hopeful = {e.planner: e for e in self._entries if e.planner and np.isfinite(e.bound)}
+            if found := self._first_made_to_fit(hopeful):
+                self._best = hopeful[found]
         return self._concluded(first_cost)
 
     def _devices_on_one_axis(self) -> int:
@@ -500,16 +502,6 @@ class _SubsetSearch(_SetsOfDevices):
         if self._all.bound >= self._cost():
             return min(self.whole.cost, first_cost)
         return self.whole.cost if np.isfinite(self.whole.cost) else self.whole.given_up
-
-    def _squeeze(self) -> None:
-        """Where nothing fits yet: search the sets for a program that fits; the first with one becomes the best."""
-        for entry in self._entries:
-            planner = entry.planner
-            if planner is None or np.isinf(entry.bound) or self._late():
-                continue
-            if np.isfinite(self._attempt(planner.shrink, np.inf)):
-                self._best = entry
-                return
 
     def _seek_closer(self, cost: float) -> None:
         """Tighten the joint bounds of all sets but the best towards `cost`, the best plan's, as asked for."""
