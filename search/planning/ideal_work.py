@@ -22,12 +22,13 @@ _SAFETY = 1e-6
 
 
 class Works(NamedTuple):
-    """The ops of a graph, equal ops merged: `each` work, its `runs` per step [works], and whether it can be `cut` or
-    have an owner [works]."""
+    """The ops of a graph, equal ops merged: `each` work, its `runs` per step [works], whether it can be `cut` or have
+    an owner [works]; the work of each op (`of_ops` [ops])."""
 
     each: list[Work]
     runs: Floats
     cut: Mask
+    of_ops: list[int]
 
     @classmethod
     def of(cls, structure: ChoiceSpace, costs: CostModel) -> Works:
@@ -37,6 +38,7 @@ class Works(NamedTuple):
         runs: list[float] = []
         works: list[Work] = []
         cut: list[bool] = []
+        of_ops: list[int] = []
         for op in graph.ops:
             key = (costs.kind(op.index), structure.triples[op.index], op.index in owned)
             if key not in number:
@@ -46,8 +48,9 @@ class Works(NamedTuple):
                 # Whatever divides it.
                 works.append(found[0]._replace(lanes=()))
                 cut.append(op.index in owned or any(w.divided for w in found))
+            of_ops.append(number[key])
             runs[number[key]] += graph.runs[op.region]
-        return cls(works, np.array(runs), np.array(cut, bool))
+        return cls(works, np.array(runs), np.array(cut, bool), of_ops)
 
 
 class IdealWorkBound:
@@ -70,14 +73,24 @@ class IdealWorkBound:
 
     def on(self, cluster: Cluster) -> float:
         """A lower bound on the seconds per step, as a sum over ops."""
+        works, seconds = self._seconds(cluster)
+        return float(works.runs @ seconds)
+
+    def of_ops(self, cluster: Cluster) -> Floats:
+        """A lower bound on the seconds of one run of each op [ops]."""
+        works, seconds = self._seconds(cluster)
+        return seconds[works.of_ops]
+
+    def _seconds(self, cluster: Cluster) -> tuple[Works, Floats]:
+        """The works on these devices, and a lower bound on the seconds of one run of each [works]."""
         counts = Counter(cluster.devices)
         figures = DeviceFigures(list(counts))
         works = self.works(cluster, figures)
         if not works.each:
-            return 0.0
+            return works, np.zeros(0)
         roofline = Roofline(figures, works.each)
         shared = roofline.least_shared(np.array(list(counts.values()), dtype=np.float64))
-        return float(works.runs @ np.where(works.cut, shared, roofline.least_alone().max(axis=1)))
+        return works, np.where(works.cut, shared, roofline.least_alone().max(axis=1))
 
     def makespan_on(self, cluster: Cluster) -> float:
         """A lower bound on the seconds per step if devices may compute different ops at the same time."""

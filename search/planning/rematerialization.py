@@ -9,22 +9,20 @@ computes longer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.graph.ir import Graph, Rematerialized
 from hapsynth.graph.rematerialize import blocks, can_run_again, recomputed
-from hapsynth.instructions.rules.registry import flops_of, is_fusible
 from hapsynth.search.analysis.fusion import materialized
 from hapsynth.search.analysis.liveness import Liveness
 from hapsynth.search.cost.model import Floats
-from hapsynth.search.cost.roofline import busy
 from hapsynth.search.planning.device_subsets import ClusterPlanner
+from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
@@ -51,10 +49,10 @@ class Choice(NamedTuple):
     nbytes: float
 
 
-def choices(graph: Graph, seconds: Sequence[float]) -> list[Choice]:
+def choices(graph: Graph, seconds: Floats) -> list[Choice]:
     """Ways to hold less than `graph` does, from the one that computes the least to the one that holds the least.
 
-    `seconds`: of each op, uncut, in any unit.
+    `seconds`: of each op, in any unit [ops].
     """
     if not graph.ops:
         return []
@@ -74,7 +72,7 @@ def choices(graph: Graph, seconds: Sequence[float]) -> list[Choice]:
     found = list[Choice]()
     for ops in dict.fromkeys(filter(None, known.values())):
         other = recomputed(graph, Rematerialized(at, ops))
-        found.append(Choice(other, sum(seconds[o] for o in ops), float(held_at(other).max())))
+        found.append(Choice(other, float(seconds[list(ops)].sum()), float(held_at(other).max())))
     best = float(held.max())
     worth: list[Choice] = []
     for choice in sorted(found, key=lambda c: c.seconds):
@@ -98,7 +96,7 @@ def held_at(graph: Graph) -> Floats:
 class _Problem:
     """Labels: an op's is 1 where it runs again, a value's where it is there after `at`."""
 
-    def __init__(self, graph: Graph, at: int, seconds: Sequence[float]) -> None:
+    def __init__(self, graph: Graph, at: int, seconds: Floats) -> None:
         before = range(at + 1)
         made = [v for o in before for v in graph.ops[o].results]
         place = {v: at + 1 + n for n, v in enumerate(made)}
@@ -106,7 +104,7 @@ class _Problem:
         late.update(v for v in graph.outputs if isinstance(v, int))
         self.needed = [place[v] for v in made if v in late]
         self.again = np.array([can_run_again(graph.ops[o]) for o in before])
-        self.seconds = np.array(seconds[: at + 1], dtype=np.float64)
+        self.seconds = seconds[: at + 1]
         self.nbytes = np.array([graph.values[v].nbytes for v in made], dtype=np.float64)
         self.made = [Hyperedge(o, (place[v],), 0.0) for o in before for v in graph.ops[o].results]
         takers: dict[int, list[int]] = {}
@@ -132,17 +130,9 @@ class _Problem:
         return tuple(np.flatnonzero(labels[: self.seconds.size] == 1).tolist())
 
 
-def seconds_of(graph: Graph, devices: Sequence[DeviceKind]) -> list[float]:
-    """Roughly what each op takes all devices together."""
-    rate, bandwidth = (sum(kind.rate("float32") for kind in devices), sum(kind.bandwidth for kind in devices))
-    stored = materialized(graph)
-    nbytes = lambda values: sum(graph.values[v].nbytes for v in values)
-    found = list[float]()
-    for op in graph.ops:
-        read = [v for _, v in op.value_operands] if not is_fusible(op) else []
-        moved = nbytes(read) + nbytes(v for v in op.results if stored[v])
-        found.append(float(busy(0.0, flops_of(op) / rate, moved / bandwidth)))
-    return found
+def seconds_of(task: Task) -> Floats:
+    """What each op takes at least, by all devices together, in seconds [ops]."""
+    return IdealWorkBound(task.choices, task.costs).of_ops(task.cluster)
 
 
 TaskFor = Callable[[Graph, float | None], Task]
@@ -168,7 +158,7 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
     best: tuple[Graph, Result] | None = None
     gain, failed = 0.0, list[InfeasibleError]()
     enough = float(held_at(graph).max(initial=0.0)) / excess
-    for choice in choices(graph, seconds_of(graph, whole.cluster.devices)):
+    for choice in choices(graph, seconds_of(whole)):
         if choice.nbytes > enough:
             continue
         try:

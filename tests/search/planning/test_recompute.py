@@ -26,6 +26,7 @@ from hapsynth.report.tables import console
 from hapsynth.running.plan_file import PlanError
 from hapsynth.search.analysis.fusion import materialized
 from hapsynth.search.analysis.liveness import Liveness
+from hapsynth.search.cost.model import Floats
 from hapsynth.search.planning.device_subsets import ClusterPlanner
 from hapsynth.search.planning.rematerialization import _Problem as Problem
 from hapsynth.search.planning.rematerialization import choices, held_at, planned_to_fit, seconds_of
@@ -115,7 +116,7 @@ def test_with_it_a_plan_fits_and_computes_the_same() -> None:
 def test_xla_holds_less_too() -> None:
     """By its own account, in both forms of one device's program: nothing is merged with the first run."""
     graph = graph_of(step, *ARGS)
-    found = choices(graph, seconds_of(graph, slow_cluster([1.0]).devices))
+    found = choices(graph, seconds_of(Task(graph, slow_cluster([1.0]))))
     least = min(found, key=lambda c: c.nbytes)
 
     def peak(graph: Graph) -> float:
@@ -222,7 +223,7 @@ def test_loops_are_blocks_and_do_not_run_again() -> None:
     inside = next(op.index for op in graph.ops if op.region)
     with pytest.raises(ValueError, match=f"op {inside} cannot run again"):
         recomputed(graph, Rematerialized(len(graph.ops) - 1, (inside,)))
-    for choice in choices(graph, seconds_of(graph, slow_cluster([1.0]).devices)):
+    for choice in choices(graph, seconds_of(Task(graph, slow_cluster([1.0])))):
         assert choice.graph.again is not None
         assert all(graph.ops[o].region == 0 for o in choice.graph.again.ops)
 
@@ -236,7 +237,7 @@ def test_an_op_after_the_point_is_refused() -> None:
 # ---- the choice
 
 
-def cheapest_by_trying(graph: Graph, at: int, seconds: list[float], price: float) -> float:
+def cheapest_by_trying(graph: Graph, at: int, seconds: Floats, price: float) -> float:
     """Of all sets of ops that may run again: seconds of what is needed, and of the bytes held for it."""
     late = {v for op in graph.ops[at + 1 :] for _, v in op.value_operands}
     late.update(v for v in graph.outputs if isinstance(v, int))
@@ -276,7 +277,7 @@ def test_a_minimum_cut_is_the_cheapest_choice(seed: int) -> None:
 
     graph = graph_of(fn, *shapes)
     at = min(10, len(graph.ops) - 2)
-    seconds = rng.integers(1, 20, len(graph.ops)).astype(float).tolist()
+    seconds = rng.integers(1, 20, len(graph.ops)).astype(float)
     for price in (0.1, 1.0, 5.0):
         ops = Problem(graph, at, seconds).cheapest(price)
         assert cost_of(graph, at, seconds, price, set(ops)) == pytest.approx(
@@ -284,7 +285,7 @@ def test_a_minimum_cut_is_the_cheapest_choice(seed: int) -> None:
         )
 
 
-def cost_of(graph: Graph, at: int, seconds: list[float], price: float, runs: set[int]) -> float:
+def cost_of(graph: Graph, at: int, seconds: Floats, price: float, runs: set[int]) -> float:
     late = {v for op in graph.ops[at + 1 :] for _, v in op.value_operands}
     late.update(v for v in graph.outputs if isinstance(v, int))
     late.update(v for o in runs for _, v in graph.ops[o].value_operands)
@@ -295,12 +296,26 @@ def cost_of(graph: Graph, at: int, seconds: list[float], price: float, runs: set
 def test_choices_hold_less_and_less_and_compute_more_and_more() -> None:
     fn, args = language.gpt()
     graph = graph_of(fn, *args)
-    found = choices(graph, seconds_of(graph, slow_cluster([1.0]).devices))
+    found = choices(graph, seconds_of(Task(graph, slow_cluster([1.0]))))
     assert len(found) > 3
     for one, other in itertools.pairwise(found):
         assert one.seconds <= other.seconds
         assert one.nbytes > other.nbytes
     assert found[0].nbytes < held_at(graph).max()
+
+
+def test_second_runs_are_priced_as_the_plan_prices_ops() -> None:
+    """In the narrow type, at the rate of that, and with what starting an op takes."""
+    one = slow_cluster([1.0])
+    kind = replace(one.devices[0], flops={"float32": 1e9, "bfloat16": 8e9}, overhead=1e-4)
+    fn = lambda x, w: jnp.tanh(x @ w)
+    wide = jax.ShapeDtypeStruct((ROWS, ROWS), F32)
+    seconds: list[float] = []
+    for dtype in (F32, jnp.bfloat16):
+        task = Task(graph_of(fn, *[wide.update(dtype=dtype)] * 2), replace(one, devices=(kind,)))
+        seconds.append(seconds_of(task)[0])
+    assert seconds[0] == pytest.approx(1e-4 + 2 * ROWS**3 / 1e9)
+    assert seconds[1] == pytest.approx(1e-4 + 2 * ROWS**3 / 8e9)
 
 
 def test_bytes_alive_are_those_of_each_op() -> None:
