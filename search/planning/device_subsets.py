@@ -153,6 +153,10 @@ class ClusterPlanner:
         self._whole.first_cost()
         return self._whole.excess
 
+    def no_time(self) -> bool:
+        """Whether the time budget leaves less than a problem on all devices takes to build."""
+        return self._whole.clock.no_time()
+
     @gc_paused()
     def run(self) -> Result:
         """Plan; InfeasibleError and Ctrl-C as with `Planner.run`. The time budget counts from `first_excess`, if that

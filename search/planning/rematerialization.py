@@ -26,6 +26,7 @@ from hapsynth.search.planning.ideal_work import IdealWorkBound
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.planning.task import Task
 from hapsynth.search.result import Result
+from hapsynth.search.scheduling.timeline import never
 from hapsynth.search.solver.min_cut import Hyperedge, cheapest_labels
 
 _PRICES = 12
@@ -49,8 +50,9 @@ class Choice(NamedTuple):
     nbytes: float
 
 
-def choices(graph: Graph, seconds: Floats) -> list[Choice]:
-    """Ways to hold less than `graph` does, from the one that computes the least to the one that holds the least.
+def choices(graph: Graph, seconds: Floats, stopped: Callable[[], bool] = never) -> list[Choice]:
+    """Ways to hold less than `graph` does, from the one that computes the least to the one that holds the least; just
+    those found before it is `stopped`.
 
     `seconds`: of each op, in any unit [ops].
     """
@@ -64,13 +66,15 @@ def choices(graph: Graph, seconds: Floats) -> list[Choice]:
     if not per_byte:
         return []
     prices = np.geomspace(per_byte / _SPREAD, per_byte * _SPREAD, _PRICES).tolist()
-    known = {price: problem.cheapest(price) for price in prices}
-    for _ in range(_BETWEEN):
+    known: dict[float, tuple[int, ...]] = {}
+    for _ in range(_BETWEEN + 1):
+        known |= {price: problem.cheapest(price) for price in prices if not stopped()}
         pairs = list(pairwise(sorted(known.items())))
-        between = [(a * b) ** 0.5 for (a, x), (b, y) in pairs if x != y]
-        known |= {price: problem.cheapest(price) for price in between}
+        prices = [(a * b) ** 0.5 for (a, x), (b, y) in pairs if x != y]
     found = list[Choice]()
     for ops in dict.fromkeys(filter(None, known.values())):
+        if stopped():
+            break
         other = recomputed(graph, Rematerialized(at, ops))
         found.append(Choice(other, float(seconds[list(ops)].sum()), float(held_at(other).max())))
     best = float(held.max())
@@ -145,8 +149,8 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
     Those that hold too much, by what the graph's cheapest program without limits holds and by what did not fit, are
     left out. The first that fits without paying for it ends the search among them. The graph itself, which can be
     cheaper by about what the second runs take, is planned where that is not next to nothing, and given as long as all
-    that took, at least half a minute. Raises InfeasibleError where nothing fits. Ctrl-C returns the best so far, or
-    raises KeyboardInterrupt.
+    that took, at least half a minute. Nothing further is planned once a time budget is spent. Raises InfeasibleError
+    where nothing fits. Ctrl-C returns the best so far, or raises KeyboardInterrupt.
     """
     began = time.perf_counter()
     left = lambda: None if time_budget_s is None else max(0.05, time_budget_s - (time.perf_counter() - began))
@@ -158,7 +162,9 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
     best: tuple[Graph, Result] | None = None
     gain, failed = 0.0, list[InfeasibleError]()
     enough = float(held_at(graph).max(initial=0.0)) / excess
-    for choice in choices(graph, seconds_of(whole)):
+    for choice in choices(graph, seconds_of(whole), alone.no_time):
+        if alone.no_time():
+            break
         if choice.nbytes > enough:
             continue
         try:
@@ -182,7 +188,7 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
             return graph, alone.run()
         except InfeasibleError as error:
             raise min([error, *failed], key=lambda e: e.needs or np.inf) from None
-    if best[1].interrupted or gain < _NEXT_TO_NOTHING * best[1].cost_s:
+    if best[1].interrupted or alone.no_time() or gain < _NEXT_TO_NOTHING * best[1].cost_s:
         return best
     try:
         seconds, look = left(), max(_LEAST_LOOK_S, time.perf_counter() - began)

@@ -318,6 +318,26 @@ def test_second_runs_are_priced_as_the_plan_prices_ops() -> None:
     assert seconds[1] == pytest.approx(1e-4 + 2 * ROWS**3 / 8e9)
 
 
+def test_a_budget_that_is_spent_starts_no_further_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan that fits stands, and neither another choice nor the graph itself is planned for."""
+    graph, planned = graph_of(step, *ARGS), list[Graph]()
+    cluster = slow_cluster([1.0, 1.0])
+    limit = 0.85 * max(ClusterPlanner(Task(graph, cluster)).run().memory_bytes)
+    monkeypatch.setattr("hapsynth.search.planning.rematerialization._NEXT_TO_NOTHING", 0.0)
+    run, no_time = ClusterPlanner.run, ClusterPlanner.no_time
+
+    def noted(self: ClusterPlanner) -> Any:
+        planned.append(self.task.graph)
+        return replace(run(self), status="gap")
+
+    monkeypatch.setattr(ClusterPlanner, "run", noted)
+    monkeypatch.setattr(ClusterPlanner, "no_time", lambda self: bool(planned) or no_time(self))
+    task = lambda graph, budget: Task(graph, cluster, PlanningOptions(memory_limit=limit, time_budget_s=budget))
+    found, _ = planned_to_fit(graph, task, 600.0)
+    assert planned == [found]
+    assert found.again is not None
+
+
 def test_bytes_alive_are_those_of_each_op() -> None:
     graph = graph_of(step, *ARGS)
     held = held_at(graph)
