@@ -147,10 +147,11 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
     """The plan of a graph or, where memory is short, the cheapest found of it and of its `choices`, and what it is of.
 
     Those that hold too much, by what the graph's cheapest program without limits holds and by what did not fit, are
-    left out. The first that fits without paying for it ends the search among them. The graph itself, which can be
-    cheaper by about what the second runs take, is planned where that is not next to nothing, and given as long as all
-    that took, at least half a minute. Nothing further is planned once a time budget is spent. Raises InfeasibleError
-    where nothing fits. Ctrl-C returns the best so far, or raises KeyboardInterrupt.
+    left out, but for the one that holds the least if all would be. The first that fits without paying for it ends the
+    search among them. The graph itself, which can be cheaper by about what the second runs take, is planned where that
+    is not next to nothing, and given as long as all that took, at least half a minute. Nothing further is planned once
+    a time budget is spent. Raises InfeasibleError where nothing fits. Ctrl-C returns the best so far, or raises
+    KeyboardInterrupt.
     """
     began = time.perf_counter()
     left = lambda: None if time_budget_s is None else max(0.05, time_budget_s - (time.perf_counter() - began))
@@ -161,8 +162,11 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
         return graph, alone.run()
     best: tuple[Graph, Result] | None = None
     gain, failed = 0.0, list[InfeasibleError]()
-    enough = float(held_at(graph).max(initial=0.0)) / excess
-    for choice in choices(graph, seconds_of(whole), alone.no_time):
+    likely = float(held_at(graph).max(initial=0.0)) / excess
+    known = choices(graph, seconds_of(whole), alone.no_time)
+    # Where memory is short, the least may fit at layouts that hold less than the first program's.
+    hopeful, enough = [c for c in known if c.nbytes <= likely] or known[-1:], np.inf
+    for choice in hopeful:
         if alone.no_time():
             break
         if choice.nbytes > enough:

@@ -318,6 +318,14 @@ def test_second_runs_are_priced_as_the_plan_prices_ops() -> None:
     assert seconds[1] == pytest.approx(1e-4 + 2 * ROWS**3 / 8e9)
 
 
+def test_what_holds_the_least_is_planned_for_though_the_first_program_held_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program that shards more may hold less of it."""
+    monkeypatch.setattr(ClusterPlanner, "first_excess", lambda self: 100.0)
+    assert planned(0.85, recompute=True).traced.graph.again is not None
+
+
 def test_a_budget_that_is_spent_starts_no_further_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first plan that fits stands, and neither another choice nor the graph itself is planned for."""
     graph, planned = graph_of(step, *ARGS), list[Graph]()
