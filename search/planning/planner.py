@@ -372,6 +372,10 @@ class Planner:
         return self._in_any_case(partial(held_by, *given)) if ample else best.held()
 
     def _explore(self) -> None:
+        self._from_all_starts()
+        self._search.within_limits(self._from_all_starts)
+
+    def _from_all_starts(self) -> None:
         for k, start in enumerate(self._starts):
             self._alternate(*start, last=k + 1 == len(self._starts))
             if self.clock.late() or (self._incumbent.best is None and self._search.certain_bytes() > self.limit):

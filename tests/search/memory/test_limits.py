@@ -14,6 +14,7 @@ import optax
 import pytest
 from graphs import cluster, random_graph
 from pairwise_problems import random_problem
+from slow_devices import slow_cluster
 from thoroughness import THOROUGH
 
 from hapsynth.cluster.memory_budget import MemoryBudget
@@ -182,6 +183,29 @@ def test_a_program_fits_in_another_order_than_the_source() -> None:
     assert max(found.memory_bytes) <= limit
     ran = [i.op for i in found.program.instructions if isinstance(i, Compute)]
     assert ran != sorted(ran)
+
+
+def test_sizes_that_memory_dictates_are_compared_with_other_programs() -> None:
+    """The first program fits at sizes that take a fifth longer; another one holds less and takes as long as it did."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x = batch
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return (x**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return [p - 1e-3 * g for p, g in zip(params, grads, strict=True)], value
+
+    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
+    graph = trace(step, (params, jax.ShapeDtypeStruct((128, 64), jnp.float32))).graph
+    unlike = slow_cluster([3.0, 1.0], bandwidth=1e8)
+    free = Planner(Task(graph, unlike)).run()
+    limit = 0.8 * max(free.memory_bytes)
+    found = Planner(Task(graph, unlike, PlanningOptions(memory_limit=limit))).run()
+    assert max(found.memory_bytes) <= limit
+    assert found.cost_s == pytest.approx(free.cost_s)
 
 
 @pytest.mark.parametrize("resources", [0, 1, 2])
