@@ -191,7 +191,7 @@ def planned_to_fit(graph: Graph, task: TaskFor, time_budget_s: float | None) -> 
         try:
             return graph, alone.run()
         except InfeasibleError as error:
-            raise min([error, *failed], key=lambda e: e.needs or np.inf) from None
+            raise min([error, *failed], key=lambda e: (e.needs is None, e.excess)) from None
     if best[1].interrupted or alone.no_time() or gain < _NEXT_TO_NOTHING * best[1].cost_s:
         return best
     try:
