@@ -94,6 +94,8 @@ def kernel_seconds(work: Work, kind: DeviceKind) -> float:
 
 @dataclass(frozen=True)
 class _Transfer:
+    """On the link, when its turn has come, for `seconds` until it `ends`."""
+
     ends: float
     seconds: float
     nbytes: float
@@ -106,6 +108,8 @@ class _Clock:
         self.module, self.kind, self.price, self.branches = module, kind, price, branches
         self.now, self.sent = 0.0, 0.0
         self.done = Replay()
+        self.waits: list[tuple[float, float]] = []
+        """From when until when nothing was computed."""
         self._works: dict[str, list[tuple[Instruction, Collective | None, Work | None]]] = {}
 
     def run(self, name: str) -> None:
@@ -143,11 +147,15 @@ class _Clock:
         return _Transfer(self.sent, seconds, one.wire_bytes)
 
     def _wait(self, transfer: _Transfer) -> None:
-        """Until it has ended. Where it was waiting for the link itself, that is not the others' computing."""
+        """Until it has ended. What was computed while it was waiting for the link itself did not hide it."""
         waited = max(0.0, transfer.ends - self.now)
-        hidden = max(0.0, transfer.seconds - waited)
+        if waited:
+            self.waits.append((self.now, transfer.ends))
+            self.now = transfer.ends
+        begun = transfer.ends - transfer.seconds
+        exposed = sum(max(0.0, min(end, transfer.ends) - max(start, begun)) for start, end in self.waits)
+        hidden = max(0.0, transfer.seconds - exposed)
         share = hidden / transfer.seconds if transfer.seconds else 1.0
-        self.now += waited
         self.done += Replay(exposed_s=waited, hidden_s=hidden, hidden_bytes=share * transfer.nbytes)
 
     def _compute(self, work: Work, *, library: bool) -> None:
@@ -162,20 +170,22 @@ class _Clock:
             return
         self.run(body)
         if trips > 1:
-            before, began = self.done, self.now
+            before, began, sent = self.done, self.now, self.sent
             self.run(body)
             more = (trips - 2) * (self.now - began)
             self.done += (self.done + before.times(-1)).times(trips - 2)
-            self.now, self.sent = self.now + more, self.sent + more
+            self.now += more
+            # What is under way beside a loop that sends nothing ends when it ends.
+            self.sent += more if self.sent > sent else 0.0
 
     def _branch(self, names: list[str]) -> None:
         if len(names) in self.branches:
             self.run(names[self.branches[len(names)]])
             return
-        state = self.now, self.sent, self.done
-        ends: list[tuple[float, float, Replay]] = []
+        state = self.now, self.sent, self.done, self.waits
+        ends: list[tuple[float, float, Replay, list[tuple[float, float]]]] = []
         for name in names:
-            self.now, self.sent, self.done = state
+            self.now, self.sent, self.done, self.waits = *state[:3], [*state[3]]
             self.run(name)
-            ends.append((self.now, self.sent, self.done))
-        self.now, self.sent, self.done = max(ends, key=lambda end: end[0])
+            ends.append((self.now, self.sent, self.done, self.waits))
+        self.now, self.sent, self.done, self.waits = max(ends, key=lambda end: end[0])

@@ -79,6 +79,36 @@ def test_transfers_take_the_link_one_after_the_other() -> None:
     assert (found.exposed_s, found.hidden) == (136.0, pytest.approx(0.32))
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_transfers_may_end_in_another_order_than_they_start(*, swapped: bool) -> None:
+    second = START.replace("start", "second", 1)
+    ends = [DONE, DONE.replace("done", "done2", 1).replace("%start", "%second")]
+    found = run(START, second, *(ends[::-1] if swapped else ends))
+    assert (found.exposed_s, found.hidden, found.hidden_s) == (200.0, 0.0, 0.0)
+    # The kernel stands beside the first alone, and waits for both.
+    found = run(START, second, KERNEL.format("k"), *(ends[::-1] if swapped else ends))
+    assert (found.exposed_s, found.hidden_s) == (136.0, 64.0)
+
+
+def test_a_transfer_beside_a_loop_is_hidden_by_all_trips() -> None:
+    head = f"""{HEAD}
+%body (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT {KERNEL.format("k")}
+}}
+
+%test (x: f32[8]) -> pred[] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT %t = pred[] constant(true)
+}}
+"""
+    loop = '%w = f32[8]{0} while(%x), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"5"}}'
+    second = START.replace("start", "second", 1)
+    ends = (DONE, DONE.replace("done", "done2", 1).replace("%start", "%second"))
+    found = replay(program(START, loop, second, *ends, head=head), KIND, lambda one: 400.0)
+    assert (found.seconds, found.exposed_s, found.hidden_s) == (800.0, 480.0, 320.0)
+
+
 def test_computing_is_slower_while_something_is_sent() -> None:
     slow = DeviceKind("x", {"float32": 1e30}, 1.0, 1, overhead=0.0, contention=2.0)
     # 100 s at half the speed are 50 of the 64.
