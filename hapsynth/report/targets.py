@@ -23,6 +23,7 @@ def print_targets(out: Console, targets: Sequence[CompiledTarget]) -> None:
             t.form,
             nbytes(t.peak_bytes),
             nbytes(t.predicted_bytes),
+            nbytes(t.plan_bytes),
             str(len(t.collectives)),
             str(t.asynchronous),
             percent(t.replay.hidden),
@@ -34,11 +35,16 @@ def print_targets(out: Console, targets: Sequence[CompiledTarget]) -> None:
         if not t.error
     ]
     if rows:
-        columns = ["target", "form", "peak", "predicted", "collectives", "asynchronous", "hidden", "exposed"]
+        columns = ["target", "form", "peak", "predicted", "plan", "collectives", "asynchronous", "hidden", "exposed"]
         out.print(Table([*columns, "fingerprint", "compiled in"], rows, left=2))
     for t in targets:
         if t.error:
             out.print(f"{t.target}: not compiled: {t.error}")
+    for t in targets:
+        if not t.error and not t.fits:
+            out.print(memory_short(t))
+    if any(t.form == "staged" for t in targets if not t.error):
+        out.print("staged: the peak is of the largest stage, without what is held between stages")
     if plain := [t.target for t in targets if t.without_triton]:
         out.print(
             f"{', '.join(plain)}: contractions by cuBLAS, as XLA has no tiles for some of them without autotuning"
@@ -46,6 +52,11 @@ def print_targets(out: Console, targets: Sequence[CompiledTarget]) -> None:
     if len(rows) > 1:
         out.print(heading("Collectives"))
         out.print(collectives_differ(targets) or "the same on all, in the same order")
+
+
+def memory_short(t: CompiledTarget) -> str:
+    """What a card needs that has less memory."""
+    return f"{t.target}: needs {nbytes(t.needed_bytes)}, has {nbytes(t.memory_bytes)}"
 
 
 def targets_record(targets: Sequence[CompiledTarget]) -> dict[str, Any]:
@@ -67,6 +78,9 @@ def _record(t: CompiledTarget) -> dict[str, Any]:
         "seconds": t.seconds,
         "peak_bytes": t.peak_bytes,
         "predicted_bytes": t.predicted_bytes,
+        "plan_bytes": t.plan_bytes,
+        "memory_bytes": t.memory_bytes,
+        "fits": t.fits,
         "fingerprint": t.fingerprint,
         "without_triton": t.without_triton,
         "asynchronous": t.asynchronous,

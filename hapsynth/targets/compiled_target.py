@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 from hapsynth.hlo.collectives import Collective, fingerprint, first_difference
 from hapsynth.hlo.replay import Replay
@@ -18,7 +19,9 @@ class CompiledTarget:
     the stage that takes most, as what is held between stages is not in it); `predicted_bytes`: by the plan, of its
     devices of this kind, or of all. `collectives`: in the order in which they start. `replay`: of a call on a device of
     this kind, as XLA has scheduled it; `predicted`: the same as the plan has it. `without_triton`: XLA found
-    no tiles for a contraction, and has taken cuBLAS's kernels for all."""
+    no tiles for a contraction, and has taken cuBLAS's kernels for all. `plan_bytes`: what planning holds to the limit,
+    in this form, of a device of this kind. `memory_bytes`: that such a device has; `in_plan`: the plan has such a
+    device."""
 
     target: str
     form: str = ""
@@ -30,6 +33,19 @@ class CompiledTarget:
     replay: Replay = field(default_factory=Replay)
     predicted: Predicted = field(default_factory=Predicted)
     without_triton: bool = False
+    plan_bytes: float = 0.0
+    memory_bytes: float = inf
+    in_plan: bool = False
+
+    @property
+    def needed_bytes(self) -> float:
+        """Of a device: what XLA plans, but in staged form what the plan holds where that is more, as it also counts
+        what is between stages."""
+        return max(self.peak_bytes, self.plan_bytes) if self.form == "staged" else self.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_bytes <= self.memory_bytes
 
     @cached_property
     def fingerprint(self) -> str:

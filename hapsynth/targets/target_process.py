@@ -85,6 +85,9 @@ def compile_in_this_process(
         replay=replayed,
         predicted=plan.call,
         without_triton=compiled.without_triton,
+        plan_bytes=plan.planned(chosen),
+        memory_bytes=plan.memory,
+        in_plan=plan.has_card,
     )
 
 
@@ -124,11 +127,27 @@ class _Saved:
         """As `_of_card`; all where there are none."""
         return self._of_card or [*range(len(self.used))]
 
+    @property
+    def has_card(self) -> bool:
+        """Whether a device that takes part is this card."""
+        return bool(self._of_card)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the device of this kind that has least."""
+        if not self.has_card:
+            return float(self.kind.memory)
+        return float(min(self.cluster.devices[self.used[i]].memory for i in self.own))
+
+    def planned(self, form: Chosen) -> float:
+        """Bytes that planning counts of the device of this kind that holds most."""
+        held = held_bytes(form, self.traced.graph, self.result, self.cluster, overlap=self.result.overlap)
+        return max(held[self.used[i]] for i in self.own)
+
     def held(self, form: Chosen, *, without_triton: bool) -> float:
         """Predicted bytes of the device of this kind that holds most. Staged: as the plan has them, and a workspace."""
         if form == "staged":
-            held = held_bytes(form, self.traced.graph, self.result, self.cluster, overlap=self.result.overlap)
-            return max(held[self.used[i]] for i in self.own) + self._library(without_triton).workspace + SMALL
+            return self.planned(form) + self._library(without_triton).workspace + SMALL
         fused, library = form == "fused", self._library(without_triton)
         costs, program, sizes = self._costs(exact=fused), self.result.program, self.result.sizes
         # Padded shards are alike on all.

@@ -19,6 +19,7 @@ from jax import lax
 from slow_devices import first_devices, thin_cluster
 
 import hapsynth
+from hapsynth.cli import commands
 from hapsynth.cli.main import main
 from hapsynth.cluster.cluster import Cluster, ClusterError, Link
 from hapsynth.cluster.compiler_target import compiler_target
@@ -235,6 +236,44 @@ def test_the_first_collective_that_differs_is_named() -> None:
         "collective 2 is not the same: V: all-gather add f32[8] {{0,1}}; H: reduce-scatter add f32[8] {{0,1}}"
     )
     assert not collectives_differ([cards[0], cards[2]])
+
+
+def test_cards_that_a_program_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a plan's own it is an error."""
+    sizes: dict[str, Any] = {"memory_bytes": 16.0 * 2**30, "plan_bytes": 20.0 * 2**30}
+    small = CompiledTarget("V100-16GB", "switch", peak_bytes=17 << 30, **sizes)
+    staged = CompiledTarget("T4", "staged", peak_bytes=2 << 30, **sizes)
+    large = CompiledTarget("A100-80GB", "switch", peak_bytes=17 << 30, memory_bytes=80.0 * 2**30, in_plan=True)
+    assert [t.fits for t in (small, staged, large)] == [False, False, True]
+
+    def run(*targets: CompiledTarget) -> tuple[int, str, list[bool]]:
+        monkeypatch.setattr(commands, "loaded", lambda *_: (None, None))
+        monkeypatch.setattr(commands, "source_of", lambda *_: None)
+        monkeypatch.setattr(commands, "compile_for", lambda *_, **__: [*targets])
+        status = main(["compile", "model.py", "--plan", "plan.json", "--json", str(tmp_path / "out.json")])
+        fits = [t["fits"] for t in json.loads((tmp_path / "out.json").read_text())["targets"]]
+        said = capsys.readouterr()
+        return status, said.out + said.err, fits
+
+    status, said, fits = run(small, staged, large)
+    assert (status, fits) == (0, [False, False, True])
+    assert "V100-16GB: needs 17.0 GiB, has 16.0 GiB" in said
+    assert "T4: needs 20.0 GiB, has 16.0 GiB" in said
+    assert "without what is held between stages" in said
+    status, said, _ = run(replace(small, in_plan=True), large)
+    assert status == 1
+    assert "does not fit its own devices: V100-16GB: needs 17.0 GiB" in said
+
+
+def test_memory_and_planned_bytes_of_a_card() -> None:
+    plan = planned()
+    for place, name in enumerate((*CARDS, "V100-16GB")):
+        saved = target_process._Saved(plan.traced, plan.result, plan.cluster, compiler_target(name))
+        assert saved.has_card == (place < 2)
+        assert saved.memory == known_kinds()[name].memory
+        assert saved.planned("switch") == max(plan.memory if place == 2 else [plan.memory[place]])
 
 
 class Refusing:
