@@ -157,11 +157,12 @@ class _Saved:
     def _library(self, without_triton: bool) -> Library:
         """XLA gives a contraction of cuBLAS a workspace, and writes contractions itself on tensor cores that Triton
         knows, where autotuning may still take cuBLAS's (`GemmConfig` and `GemmFusion` of XLA). Before Hopper cuDNN
-        gets channels first (`HeuristicLayoutAssignment`)."""
+        gets channels first (`HeuristicLayoutAssignment`), and bfloat16 is computed in float32 (`GpuFloatSupport`)."""
         hopper, ampere, volta = (self.target.capability >= least for least in ((9, 0), (8, 0), (7, 0)))
         positions_last = lambda dtype: not hopper and not (volta and dtype in ("float16", "bfloat16"))
         workspace = _WORKSPACE_OF_HOPPER if hopper else _WORKSPACE
-        return Library(workspace, apart=not ampere or without_triton, positions_last=positions_last)
+        in_float32 = lambda dtype: not ampere and dtype == "bfloat16"
+        return Library(workspace, not ampere or without_triton, positions_last, in_float32)
 
     def mesh(self, *, processes: bool) -> Mesh:
         """As many devices, each with a process of its own, or all in this one."""

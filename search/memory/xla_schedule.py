@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hapsynth.graph.ir import Op
 from hapsynth.instructions.program.program import Compute
 from hapsynth.instructions.rules.contraction import CONTRACTIONS
 from hapsynth.search.analysis.buffer_aliasing import cut_of
@@ -32,11 +33,13 @@ Rank = tuple[float, float, int]
 class Library(NamedTuple):
     """What is not as with XLA's own kernels where contractions are a library's: `workspace`: bytes that each has while
     it runs; `apart`: no kernel writes its result over theirs. `positions_last`: of which
-    dtypes its convolutions want positions as the last dimensions; of others channels."""
+    dtypes its convolutions want positions as the last dimensions; of others channels. `in_float32`: of which narrower
+    dtypes contractions are computed in float32: their results are held so, and operands besides while they run."""
 
     workspace: int = 0
     apart: bool = False
     positions_last: Callable[[str], bool] = lambda dtype: False
+    in_float32: Callable[[str], bool] = lambda dtype: False
 
 
 class XlaSchedule:
@@ -55,11 +58,13 @@ class XlaSchedule:
         self.order = self._ordered(_depth_first([_makers(kernels.outputs)], self._needed_by))
 
     def nbytes(self, tensor: KernelTensor) -> float:
-        return self.kernels.nbytes(tensor)
+        contraction = self._contraction(tensor.maker)
+        times = 1.0 if contraction is None else self._times(contraction.results[0])
+        return times * self.kernels.nbytes(tensor)
 
     def peak(self) -> float:
         """Bytes at the fullest point."""
-        beside = self.library.workspace * self._contracts(self.order[self._fullest]) if self.order else 0
+        beside = self._beside(self.order[self._fullest]) if self.order else 0.0
         return sum(map(self.nbytes, self.held)) + beside
 
     @property
@@ -76,15 +81,24 @@ class XlaSchedule:
             change[start] += self.nbytes(t)
             change[stop + 1] -= self.nbytes(t)
         held = np.cumsum(change)[: len(self.order)]
-        return (
-            int((held + [self.library.workspace * self._contracts(k) for k in self.order]).argmax())
-            if self.order
-            else 0
-        )
+        return int((held + [self._beside(k) for k in self.order]).argmax()) if self.order else 0
 
-    def _contracts(self, k: int) -> bool:
-        op = self.kernels.op_of(k)
-        return op is not None and self.graph.ops[op].name in CONTRACTIONS
+    def _contraction(self, k: int) -> Op | None:
+        op = self.kernels.op_of(k) if k >= 0 else None
+        return self.graph.ops[op] if op is not None and self.graph.ops[op].name in CONTRACTIONS else None
+
+    def _times(self, value: int) -> float:
+        """How many times its bytes a value takes where a contraction gives or takes it."""
+        dtype = self.graph.values[value].dtype
+        return 4 / dtype.itemsize if self.library.in_float32(str(dtype)) else 1.0
+
+    def _beside(self, k: int) -> float:
+        """What a kernel holds while it runs: a contraction a workspace, and copies of its operands in float32."""
+        if self._contraction(k) is None:
+            return 0.0
+        wider = [t for t in self.needs[k] if t.value >= 0 and self._times(t.value) > 1]
+        copies = [self._times(t.value) * self.nbytes(t) for t in wider if self._contraction(t.maker) is None]
+        return self.library.workspace + sum(copies)
 
     @cached_property
     def _own(self) -> dict[KernelTensor, list[int]]:
@@ -112,7 +126,7 @@ class XlaSchedule:
         step, switch = self.kernels.steps[k], self.kernels.switch
         for v in self.kernels.fusing.overwritten[step.op] if isinstance(step, Compute) else ():
             for t in self.needs[k]:
-                if self.library.apart and self._contracts(t.maker):
+                if self.library.apart and self._contraction(t.maker) is not None:
                     continue
                 last = t.value == v and t in life and life[t][1] == at > life[t][0] and switch[t.maker] == switch[k]
                 if last and cut_of(t.layout) == cut_of(self.kernels.made[k][0].layout):

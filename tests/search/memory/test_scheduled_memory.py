@@ -144,6 +144,26 @@ def test_kernels_of_a_library_take_a_workspace_and_keep_their_results() -> None:
     assert apart.peak() > plain.peak() == XlaSchedule(made, early=True, library=Library()).peak()
 
 
+def test_contractions_that_are_computed_in_float32_hold_their_results_so() -> None:
+    """And copies of what else they take while they run."""
+
+    def fn(w: jax.Array, v: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh((x @ w) @ v)
+
+    square = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    args = square, square, jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
+    plan = hapsynth.synthesize(fn, args, first_devices(1), cluster=thin_cluster((1.0,)))
+    made = kernels(plan)
+    wide = Library(in_float32=lambda dtype: dtype == "bfloat16")
+    plain, found = (XlaSchedule(made, early=True, library=each) for each in (Library(), wide))
+    rows, weight = 2 * 512 * 64, 2 * 64 * 64
+    # Held twice: what either gives; beside the second, a copy of its weight.
+    assert plain.peak() == 2 * weight + 3 * rows
+    assert found.peak() == 2 * weight + rows + 2 * 2 * rows + 2 * weight
+    narrow = XlaSchedule(made, early=True, library=Library(in_float32=lambda dtype: dtype == "float16"))
+    assert narrow.peak() == plain.peak()
+
+
 def test_on_gpus_whole_chains_are_part_of_reductions() -> None:
     def fn(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.tanh(x) * 3.0 - 1.0)
