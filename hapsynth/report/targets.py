@@ -49,9 +49,16 @@ def print_targets(out: Console, targets: Sequence[CompiledTarget]) -> None:
         out.print(
             f"{', '.join(plain)}: contractions by cuBLAS, as XLA has no tiles for some of them without autotuning"
         )
-    if len(rows) > 1:
+    if len(compared := _compared(targets)) > 1:
         out.print(heading("Collectives"))
-        out.print(collectives_differ(targets) or "the same on all, in the same order")
+        missing = [t.target for t in targets if t.error]
+        same = f"the same on {', '.join(compared) if missing else 'all'}, in the same order"
+        out.print(collectives_differ(targets) or same + "".join(f"; {name} not compared" for name in missing))
+
+
+def _compared(targets: Sequence[CompiledTarget]) -> list[str]:
+    """The cards whose collectives are set side by side."""
+    return [t.target for t in targets if not t.error]
 
 
 def memory_short(t: CompiledTarget) -> str:
@@ -63,6 +70,7 @@ def targets_record(targets: Sequence[CompiledTarget]) -> dict[str, Any]:
     """The document of `compile --json`."""
     return {
         "schema": COMPILE_SCHEMA,
+        "compared": _compared(targets),
         "difference": collectives_differ(targets) or None,
         "targets": [_record(t) for t in targets],
     }

@@ -21,7 +21,7 @@ from hapsynth.cluster.cluster import Cluster
 from hapsynth.cluster.compiler_target import CompilerTarget
 from hapsynth.cluster.device_kinds import DeviceKind, card_of, known_kinds
 from hapsynth.graph.trace import Traced
-from hapsynth.hlo.collectives import collectives_of, first_difference
+from hapsynth.hlo.collectives import Collective, collectives_of, first_difference
 from hapsynth.hlo.latency_profile import latency_profile
 from hapsynth.hlo.replay import Replay, replay
 from hapsynth.hlo.text import HloError
@@ -67,11 +67,12 @@ def compile_in_this_process(
         return CompiledTarget(target.kind, chosen, f"{type(error).__name__}: {text[:_LONGEST]}")
     seconds = time.perf_counter() - began
     if texts:
-        for number, text in enumerate(compiled.texts):
+        for number, text in enumerate([*compiled.texts, *compiled.others]):
             write_text(Path(texts, f"{target.kind}-{chosen}-{number}.txt"), text)
     try:
-        collectives = tuple(c for text in compiled.sent for c in collectives_of(text))
-        replayed = plan.replayed(compiled)
+        if different := compiled.difference:
+            return CompiledTarget(target.kind, chosen, different)
+        collectives, replayed = compiled.collectives, plan.replayed(compiled)
     except HloError as error:
         why = f"the program that XLA made can't be read: {error}; report it with what `hapsynth compile --hlo` writes"
         return CompiledTarget(target.kind, chosen, why)
@@ -92,8 +93,9 @@ def compile_in_this_process(
 
 
 class _Compiled(NamedTuple):
-    """`texts`: of all programs that a device of this kind runs in a call, each `runs` times, of which `sent`
-    communicate. `without_triton`: as `CompiledTarget` has it. `branches`: as `replay` takes them."""
+    """`texts`: of all programs that a device of this kind runs in a call, each `runs` times, of which `sent`, the last,
+    communicate. `without_triton`: as `CompiledTarget` has it. `branches`: as `replay` takes them. `others`: the
+    programs of devices of this kind with other shares."""
 
     peak: int
     texts: Sequence[str]
@@ -101,6 +103,26 @@ class _Compiled(NamedTuple):
     without_triton: bool
     branches: Mapping[int, int] = MappingProxyType({})
     runs: Sequence[int] = (1,)
+    others: Sequence[str] = ()
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """In all runs."""
+        runs = self.runs[len(self.runs) - len(self.sent) :]
+        each = zip(self.sent, runs, strict=True)
+        return tuple(replace(c, trips=c.trips * n) for text, n in each for c in collectives_of(text))
+
+    @property
+    def difference(self) -> str:
+        """What devices of this kind would wait for each other in; empty where their collectives are the same."""
+        found = (
+            first_difference([collectives_of(text) for text in (*self.texts, *self.others)]) if self.others else None
+        )
+        if found is None:
+            return ""
+        number, said = found
+        each = "; ".join(dict.fromkeys(said))
+        return f"devices of this kind have unlike shares and another collective {number + 1}: {each}"
 
 
 @dataclass(frozen=True)
@@ -188,7 +210,7 @@ class _Saved:
 
     def fused(self) -> _Compiled:
         """The programs of the devices of this kind, of the first of each share that they have, as in a process of its
-        own; the largest peak. Raises RuntimeError where these have unlike collectives."""
+        own; the largest peak."""
         places = [*np.ndindex(*(size for _, size in self.result.program.axes))]
         own = [places[i] for i in self.own]
         peaks, texts, without = list[int](), list[str](), False
@@ -198,13 +220,7 @@ class _Saved:
             peaks.append(_peak(made))
             texts.append(made.as_text())
             without |= each
-        if (different := first_difference([collectives_of(text) for text in texts])) is not None:
-            number, said = different
-            each_of = "; ".join(dict.fromkeys(said))
-            raise RuntimeError(
-                f"devices of this kind have unlike shares and another collective {number + 1}: {each_of}"
-            )
-        return _Compiled(max(peaks), texts[:1], texts[:1], without)
+        return _Compiled(max(peaks), texts[:1], texts[:1], without, others=texts[1:])
 
     def staged(self) -> _Compiled:
         """The stages of a device of this kind, and the collective stages, in order; the peak of the largest."""

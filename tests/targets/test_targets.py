@@ -159,6 +159,21 @@ def test_a_program_that_cannot_be_read_is_the_targets_fault(tmp_path: Path, monk
     assert (tmp_path / f"{CARDS[0]}-fused-0.txt").read_text() == "unread"
 
 
+def test_all_programs_of_a_kind_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where their collectives differ above all: they are to be compared."""
+    head, line = "HloModule f\n\nENTRY %main () -> f32[8] {", "ROOT %s = f32[8]{0} collective-permute(%x)"
+    texts = [
+        f"{head}\n  %x = {kind}[8]{{0}} parameter(0)\n  {line}, source_target_pairs={{{{0,1}}}}\n}}\n"
+        for kind in ("f32", "s32")
+    ]
+    unlike = target_process._Compiled(1, texts[:1], texts[:1], without_triton=False, others=texts[1:])
+    monkeypatch.setattr(target_process._Saved, "fused", lambda plan: unlike)
+    planned().save(path := tmp_path / "plan.json")
+    found = compile_in_this_process(str(path), step, (W, X), {}, "fused", compiler_target(CARDS[0]), str(tmp_path))
+    assert "unlike shares and another collective 1: collective-permute" in found.error
+    assert [(tmp_path / f"{CARDS[0]}-fused-{n}.txt").read_text() for n in range(2)] == texts
+
+
 def test_a_process_has_one_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fused form a program is of one device, whatever others have its shares."""
     kinds = tuple(known_kinds()[name] for name in CARDS for _ in range(2))
@@ -253,7 +268,7 @@ def test_cards_that_a_program_does_not_fit(
         monkeypatch.setattr(commands, "source_of", lambda *_: None)
         monkeypatch.setattr(commands, "compile_for", lambda *_, **__: [*targets])
         status = main(["compile", "model.py", "--plan", "plan.json", "--json", str(tmp_path / "out.json")])
-        fits = [t["fits"] for t in json.loads((tmp_path / "out.json").read_text())["targets"]]
+        fits = [t.get("fits", False) for t in json.loads((tmp_path / "out.json").read_text())["targets"]]
         said = capsys.readouterr()
         return status, said.out + said.err, fits
 
@@ -262,9 +277,14 @@ def test_cards_that_a_program_does_not_fit(
     assert "V100-16GB: needs 17.0 GiB, has 16.0 GiB" in said
     assert "T4: needs 20.0 GiB, has 16.0 GiB" in said
     assert "without what is held between stages" in said
+    assert "the same on all, in the same order" in said
     status, said, _ = run(replace(small, in_plan=True), large)
     assert status == 1
     assert "does not fit its own devices: V100-16GB: needs 17.0 GiB" in said
+    _, said, _ = run(small, large, CompiledTarget("H100-80GB", error="refused"))
+    assert "the same on V100-16GB, A100-80GB, in the same order; H100-80GB not compared" in said
+    run(small, staged)
+    assert json.loads((tmp_path / "out.json").read_text())["compared"] == ["V100-16GB", "T4"]
 
 
 def test_memory_and_planned_bytes_of_a_card() -> None:
@@ -327,6 +347,7 @@ def test_stages_in_a_loop_run_in_every_trip(monkeypatch: pytest.MonkeyPatch) -> 
     compiled = saved.staged()
     assert {*compiled.runs} == {1, 5, 15}
     assert sorted(compiled.runs[-len(compiled.sent) :]) == [1, 15]
+    assert {c.trips for c in compiled.collectives} == {1, 15}
     monkeypatch.setattr(target_process, "replay", lambda *_: Replay(kernels=1))
     assert saved.replayed(compiled).kernels == sum(compiled.runs)
 
