@@ -142,12 +142,15 @@ class _Walk:
 
 
 def _started(module: Module, i: Instruction) -> Instruction | None:
-    """The collective that an instruction is, or that it starts; None for the end of one, or for anything else."""
+    """The collective that an instruction is, or that it starts; None for the end of one, or for anything else. Raises
+    HloError where it starts several."""
     if i.opcode.removesuffix("-start") in _OPS:
         return i
     if i.opcode != "async-start":
         return None
     inner = [x for name in i.computations() for x in module.computations.get(name, ()) if x.opcode in _OPS]
+    if len(inner) > 1:
+        raise HloError(f"{i.name} starts {len(inner)} collectives as one")
     return inner[0] if inner else None
 
 

@@ -112,6 +112,12 @@ def test_what_runs_beside_the_program_on_a_gpu() -> None:
     assert fingerprint(waited) != fingerprint(collectives_of(gpu(strategy="KERNEL_STRATEGY_TRITON_ONE_SHOT")))
 
 
+def test_collectives_that_start_as_one_are_not_taken_for_the_first() -> None:
+    second = "  %other = f32[64,2]{0,1} all-gather(%p), dimensions={0}\n  ROOT %rs ="
+    with pytest.raises(HloError, match="rs-start starts 2 collectives as one"):
+        collectives_of(gpu().replace("  ROOT %rs =", second))
+
+
 @pytest.mark.parametrize(
     ("groups", "members"),
     [
