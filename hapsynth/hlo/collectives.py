@@ -64,10 +64,18 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends in all trips, by the usual algorithms around a ring."""
+        """Bytes that a device that sends does in all trips, by the usual algorithms around a ring."""
         n = self.group
         times = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}
         return self.trips * self.held_bytes * times.get(self.op, (n - 1) / n)
+
+    def sent_by(self, device: int) -> float:
+        """`wire_bytes` of one device, by its place in the mesh; none where it takes no part, or only receives."""
+        if self.op == "collective-permute":
+            sends = any(source == device != target for source, target in self.members)
+        else:
+            sends = any(device in group and len(group) > 1 for group in self.members)
+        return self.wire_bytes if sends else 0.0
 
     @property
     def held_bytes(self) -> float:

@@ -7,7 +7,7 @@ needs it. How long things take is asked of the caller: a kernel by a device's ro
 price. While something is sent, computing takes `slowdown` times as long.
 
 Of a switch the device's own branch is run where it is known, else the one that takes longest; of a loop of many trips
-the second stands for all that follow.
+the second stands for all that follow, and one whose trips XLA does not know runs once.
 """
 
 from __future__ import annotations
@@ -62,15 +62,28 @@ class Replay:
         return Replay(*(trips * getattr(self, f.name) for f in fields(Replay)))
 
 
-def replay(text: str, kind: DeviceKind, price: Price, branches: Mapping[int, int] | None = None) -> Replay:
+def replay(
+    text: str,
+    kind: DeviceKind,
+    price: Price,
+    branches: Mapping[int, int] | None = None,
+    device: int | None = None,
+) -> Replay:
     """Run a program's text (`compiled.as_text()`) on a device of a kind. `branches`: which branch the device takes of
-    a switch of so many.
+    a switch of so many. `device`: its place in the mesh, as not all send in each collective; None: one that does. That
+    takes as long on all, as the next collective waits for those that have sent.
 
     Raises HloError for another text.
     """
-    clock = _Clock(parse(text), kind, price, branches or {})
+    clock = _Clock(parse(text), kind, price, branches or {}, device)
     clock.run(clock.module.entry)
     return replace(clock.done, seconds=clock.now)
+
+
+def loops_of_unknown_trips(text: str) -> int:
+    """How many loops of a program's text are run once here, as XLA does not know how often they are."""
+    every = (i for instructions in parse(text).computations.values() for i in instructions)
+    return sum(i.opcode == "while" and trips_of(i) is None for i in every)
 
 
 def steps_of(module: Module, computation: str) -> Iterator[tuple[Instruction, Collective | None, Work | None]]:
@@ -104,8 +117,10 @@ class _Transfer:
 class _Clock:
     """Where the two streams are. `now`: of the one that computes; `sent`: when the other has ended all that it has."""
 
-    def __init__(self, module: Module, kind: DeviceKind, price: Price, branches: Mapping[int, int]) -> None:
-        self.module, self.kind, self.price, self.branches = module, kind, price, branches
+    def __init__(
+        self, module: Module, kind: DeviceKind, price: Price, branches: Mapping[int, int], device: int | None
+    ) -> None:
+        self.module, self.kind, self.price, self.branches, self.device = module, kind, price, branches, device
         self.now, self.sent = 0.0, 0.0
         self.done = Replay()
         self.waits: list[tuple[float, float]] = []
@@ -143,8 +158,9 @@ class _Clock:
     def _send(self, one: Collective) -> _Transfer:
         seconds = self.price(one)
         self.sent = max(self.now, self.sent) + seconds
-        self.done += Replay(sending_s=seconds, sent_bytes=one.wire_bytes)
-        return _Transfer(self.sent, seconds, one.wire_bytes)
+        sent = one.wire_bytes if self.device is None else one.sent_by(self.device)
+        self.done += Replay(sending_s=seconds, sent_bytes=sent)
+        return _Transfer(self.sent, seconds, sent)
 
     def _wait(self, transfer: _Transfer) -> None:
         """Until it has ended. What was computed while it was waiting for the link itself did not hide it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hapsynth._quantities import nbytes, percent, seconds
+from hapsynth._quantities import nbytes, percent, plural, seconds
 from hapsynth.report.tables import Table, heading
 from hapsynth.targets import CompiledTarget, collectives_differ
 
@@ -45,6 +45,9 @@ def print_targets(out: Console, targets: Sequence[CompiledTarget]) -> None:
             out.print(memory_short(t))
     if any(t.form == "staged" for t in targets if not t.error):
         out.print("staged: the peak is of the largest stage, without what is held between stages")
+    for t in targets:
+        if t.unknown_loops:
+            out.print(f"{t.target}: {plural(t.unknown_loops, 'loop')} of unknown trips counted once")
     if plain := [t.target for t in targets if t.without_triton]:
         out.print(
             f"{', '.join(plain)}: contractions by cuBLAS, as XLA has no tiles for some of them without autotuning"
@@ -91,6 +94,7 @@ def _record(t: CompiledTarget) -> dict[str, Any]:
         "fits": t.fits,
         "fingerprint": t.fingerprint,
         "without_triton": t.without_triton,
+        "unknown_loops": t.unknown_loops,
         "asynchronous": t.asynchronous,
         "replay": {**asdict(t.replay), "hidden": t.replay.hidden, "hidden_of_time": t.replay.hidden_of_time},
         "predicted": t.predicted._asdict(),

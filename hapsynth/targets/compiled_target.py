@@ -21,7 +21,7 @@ class CompiledTarget:
     this kind, as XLA has scheduled it; `predicted`: the same as the plan has it. `without_triton`: XLA found
     no tiles for a contraction, and has taken cuBLAS's kernels for all. `plan_bytes`: what planning holds to the limit,
     in this form, of a device of this kind. `memory_bytes`: that such a device has; `in_plan`: the plan has such a
-    device."""
+    device. `unknown_loops`: loops that `collectives` and `replay` count once, as XLA does not know their trips."""
 
     target: str
     form: str = ""
@@ -36,6 +36,7 @@ class CompiledTarget:
     plan_bytes: float = 0.0
     memory_bytes: float = inf
     in_plan: bool = False
+    unknown_loops: int = 0
 
     @property
     def needed_bytes(self) -> float:

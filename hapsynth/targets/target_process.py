@@ -23,7 +23,7 @@ from hapsynth.cluster.device_kinds import DeviceKind, card_of, known_kinds
 from hapsynth.graph.trace import Traced
 from hapsynth.hlo.collectives import Collective, collectives_of, first_difference
 from hapsynth.hlo.latency_profile import latency_profile
-from hapsynth.hlo.replay import Replay, replay
+from hapsynth.hlo.replay import Replay, loops_of_unknown_trips, replay
 from hapsynth.hlo.text import HloError
 from hapsynth.instructions.rules.factor_table import FactorTable
 from hapsynth.lower import Fused, Latencies, Lowered, Staged, alike, compile_with, own_mesh
@@ -73,6 +73,7 @@ def compile_in_this_process(
         if different := compiled.difference:
             return CompiledTarget(target.kind, chosen, different)
         collectives, replayed = compiled.collectives, plan.replayed(compiled)
+        unknown_loops = sum(map(loops_of_unknown_trips, compiled.texts))
     except HloError as error:
         why = f"the program that XLA made can't be read: {error}; report it with what `hapsynth compile --hlo` writes"
         return CompiledTarget(target.kind, chosen, why)
@@ -89,6 +90,7 @@ def compile_in_this_process(
         plan_bytes=plan.planned(chosen),
         memory_bytes=plan.memory,
         in_plan=plan.has_card,
+        unknown_loops=unknown_loops,
     )
 
 
@@ -242,7 +244,7 @@ class _Saved:
 
     def replayed(self, compiled: _Compiled) -> Replay:
         """One call of a device of this kind: of several programs one after the other."""
-        each = [replay(text, self.kind, self.price, compiled.branches) for text in compiled.texts]
+        each = [replay(text, self.kind, self.price, compiled.branches, self.own[0]) for text in compiled.texts]
         return sum((one.times(runs) for one, runs in zip(each, compiled.runs, strict=True)), Replay())
 
     @property

@@ -10,7 +10,7 @@ from jax import lax
 
 from hapsynth.cluster.device_kinds import DeviceKind
 from hapsynth.hlo.collectives import Collective
-from hapsynth.hlo.replay import Replay, replay
+from hapsynth.hlo.replay import Replay, loops_of_unknown_trips, replay
 from hapsynth.hlo.text import Instruction, parse
 from hapsynth.hlo.work import Computation, nbytes
 
@@ -136,6 +136,9 @@ def test_a_loop_runs_as_often_as_it_has_trips() -> None:
     assert (found.sent_bytes, found.hidden) == (160.0, pytest.approx(0.64))
     once = replay(program(loop.split(", backend")[0], head=HEAD + body), KIND, lambda one: 100.0)
     assert once.seconds == 100.0
+    assert [loops_of_unknown_trips(program(line, head=HEAD + body)) for line in (loop, loop.split(", backend")[0])] == [
+        *(0, 1)
+    ]
 
 
 def test_the_branch_of_a_switch_that_the_device_takes() -> None:
@@ -258,6 +261,16 @@ def test_a_kernel_reads_what_it_slices_in_whatever_order(root: str, moved: float
     )
     last = module.computations[module.entry][-1]
     assert Computation(module, module.entry).work(last).nbytes == moved
+
+
+def test_who_sends_nothing_has_no_bytes_on_the_wire() -> None:
+    """It is held up as long, as the next collective waits for those that send."""
+    permute = START.replace("all-reduce", "collective-permute").split(", replica")[0]
+    lines = (f"{permute}, source_target_pairs={{{{1,3}},{{2,2}}}}", DONE.replace("all-reduce", "collective-permute"))
+    found = [run(*lines, device=device) for device in (None, 0, 1, 2, 3)]
+    assert [(r.sent_bytes, r.seconds) for r in found] == [(n, 100.0) for n in (32.0, 0.0, 32.0, 0.0, 0.0)]
+    apart = START.replace("{{0,1}}", "{{0},{1,2}}")
+    assert [run(apart, DONE, device=device).sent_bytes for device in range(4)] == [0.0, 32.0, 32.0, 0.0]
 
 
 def test_prices_are_asked_for_each_run_of_a_collective() -> None:
