@@ -58,13 +58,11 @@ class XlaSchedule:
         self.order = self._ordered(_depth_first([_makers(kernels.outputs)], self._needed_by))
 
     def nbytes(self, tensor: KernelTensor) -> float:
-        contraction = self._contraction(tensor.maker)
-        times = 1.0 if contraction is None else self._times(contraction.results[0])
-        return times * self.kernels.nbytes(tensor)
+        return self._widened.get(tensor, 1.0) * self.kernels.nbytes(tensor)
 
     def peak(self) -> float:
         """Bytes at the fullest point."""
-        beside = self._beside(self.order[self._fullest]) if self.order else 0.0
+        beside = self._beside(self._fullest) if self.order else 0.0
         return sum(map(self.nbytes, self.held)) + beside
 
     @property
@@ -81,24 +79,44 @@ class XlaSchedule:
             change[start] += self.nbytes(t)
             change[stop + 1] -= self.nbytes(t)
         held = np.cumsum(change)[: len(self.order)]
-        return int((held + [self._beside(k) for k in self.order]).argmax()) if self.order else 0
+        return int((held + [self._beside(n) for n in range(len(self.order))]).argmax()) if self.order else 0
 
     def _contraction(self, k: int) -> Op | None:
         op = self.kernels.op_of(k) if k >= 0 else None
         return self.graph.ops[op] if op is not None and self.graph.ops[op].name in CONTRACTIONS else None
 
+    @cached_property
+    def _widened(self) -> dict[KernelTensor, float]:
+        """How many times its bytes a tensor takes that is held in float32: what contractions make, and what kernels
+        make for them, unless it is sent or leaves a switch."""
+        found = dict[KernelTensor, float]()
+        for t, takers in self.kernels.readers().items():
+            made = self._contraction(t.maker)
+            op = self.kernels.op_of(t.maker) if t.maker >= 0 else None
+            stays = all(self.kernels.switch[k] == self.kernels.switch[t.maker] for k in takers)
+            if made is not None or (op is not None and stays and any(map(self._contraction, takers))):
+                found[t] = self._times(t.value if made is None else made.results[0])
+        return found
+
     def _times(self, value: int) -> float:
-        """How many times its bytes a value takes where a contraction gives or takes it."""
         dtype = self.graph.values[value].dtype
         return 4 / dtype.itemsize if self.library.in_float32(str(dtype)) else 1.0
 
-    def _beside(self, k: int) -> float:
-        """What a kernel holds while it runs: a contraction a workspace, and copies of its operands in float32."""
-        if self._contraction(k) is None:
-            return 0.0
-        wider = [t for t in self.needs[k] if t.value >= 0 and self._times(t.value) > 1]
-        copies = [self._times(t.value) * self.nbytes(t) for t in wider if self._contraction(t.maker) is None]
-        return self.library.workspace + sum(copies)
+    @cached_property
+    def _copies(self) -> list[tuple[float, int, int]]:
+        """Of what contractions take that is not held in float32 a copy, in each switch one for all of them: its bytes,
+        and the places in the order of the first and the last that takes it."""
+        found: dict[tuple[KernelTensor, int], list[int]] = {}
+        for n, k in enumerate(self.order):
+            for t in self.needs[k] if self._contraction(k) is not None else ():
+                if t.value >= 0 and t not in self._widened and self._times(t.value) > 1:
+                    found.setdefault((t, self.kernels.switch[k]), []).append(n)
+        return [(self._times(t.value) * self.nbytes(t), ns[0], ns[-1]) for (t, _), ns in found.items()]
+
+    def _beside(self, n: int) -> float:
+        """What there is besides while the kernel at a place in the order runs: a workspace, copies in float32."""
+        workspace = self.library.workspace if self._contraction(self.order[n]) is not None else 0
+        return workspace + sum(nbytes for nbytes, first, last in self._copies if first <= n <= last)
 
     @cached_property
     def _own(self) -> dict[KernelTensor, list[int]]:

@@ -145,7 +145,7 @@ def test_kernels_of_a_library_take_a_workspace_and_keep_their_results() -> None:
 
 
 def test_contractions_that_are_computed_in_float32_hold_their_results_so() -> None:
-    """And copies of what else they take while they run."""
+    """And what is made for them, and a copy of what else they take from the first of them to the last."""
 
     def fn(w: jax.Array, v: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.tanh((x @ w) @ v)
@@ -162,6 +162,14 @@ def test_contractions_that_are_computed_in_float32_hold_their_results_so() -> No
     assert found.peak() == 2 * weight + rows + 2 * 2 * rows + 2 * weight
     narrow = XlaSchedule(made, early=True, library=Library(in_float32=lambda dtype: dtype == "float16"))
     assert narrow.peak() == plain.peak()
+
+    def twice(w: jax.Array, v: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh((jnp.tanh(x @ w) @ v) @ w)
+
+    made = kernels(hapsynth.synthesize(twice, args, first_devices(1), cluster=thin_cluster((1.0,))))
+    found = XlaSchedule(made, early=True, library=wide)
+    # Between its contractions the copy of the first weight stays, and what `tanh` makes is no narrower.
+    assert found.peak() == 2 * weight + rows + 2 * 2 * rows + 2 * 2 * weight
 
 
 def test_on_gpus_whole_chains_are_part_of_reductions() -> None:
