@@ -39,7 +39,7 @@ def functions(name: str) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
 def row(name: str, cluster: str, frequency: float) -> dict[str, Any]:
     fns, args = functions(name)
     where = examples.cluster(cluster)
-    plans = hapsynth.synthesize(fns, args, where, frequency={"eval": frequency})
+    plans = hapsynth.synthesize_several(fns, args, where, frequency={"eval": frequency})
     weighed = sum(plans.frequency[f] * alone for f, alone in plans.alone.items())
     return {
         "model": name,

@@ -23,7 +23,7 @@ from .running.drift import DriftReport
 from .running.process_local_data import LocalSlices
 from .running.sharded_array import ShardedArray
 from .search.planning.planner import InfeasibleError
-from .several.plans import Plans, StateWarning, load_plans
+from .several.plans import Plans, StateWarning, load_plans, synthesize_several
 from .view.sharding_picture import visualize_sharding
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "load_state",
     "register_rule",
     "synthesize",
+    "synthesize_several",
     "targets",
     "visualize_sharding",
 ]

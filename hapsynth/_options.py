@@ -4,8 +4,10 @@ dimension classes."""
 from __future__ import annotations
 
 import difflib
+import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,9 +16,10 @@ import numpy as np
 
 from hapsynth._gc import gc_paused
 from hapsynth._jax import is_extended
-from hapsynth._warn import warn_user
+from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.cluster import _units
 from hapsynth.cluster.cluster import Cluster, ClusterWarning
+from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Value
 from hapsynth.graph.trace import FUNCTION, Traced, check_call, check_dict, trace
 from hapsynth.graph.trip_counts import Expectation, expecting
@@ -32,12 +35,92 @@ from hapsynth.instructions.layout import (
 from hapsynth.instructions.program.sizes import Node
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.running.base import Planned
-from hapsynth.running.form import Form, holds_exact
+from hapsynth.running.form import Form, check_form, holds_exact, no_overlap
 from hapsynth.search.cost.model import Floats
+from hapsynth.search.planning.planner import InfeasibleError
+from hapsynth.search.planning.task import PlanningOptions
+from hapsynth.search.result import Progress, Result
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError, check_granule
 
 _LEAST_S = 0.05
 """Seconds for planning where tracing has used up the time budget."""
+_EXACT = (
+    "form='fused' (--form fused) for a job of several processes, or 'staged', may, as each device is then limited by "
+    "its own memory"
+)
+
+
+def planning_options(
+    mesh: Any,
+    cluster: Any,
+    *,
+    fixed: Mapping[str, str] | None,
+    memory_limit: float | None,
+    leave_out: bool,
+    time_budget_s: float | None,
+    progress: Callable[[Progress], None] | None,
+    form: Form,
+    lowering: LoweringOptions,
+    overlap: bool,
+    joint_gap: float | None,
+) -> tuple[jax.sharding.Mesh | None, Cluster, PlanningOptions]:
+    """The mesh to run on, if there is one, what its devices can do, and what is asked of plans for one function or
+    several: the arguments of `synthesize`, checked."""
+    check_positive("memory_limit", memory_limit, "bytes per device")
+    if memory_limit == math.inf:
+        memory_limit = None
+    check_positive("time_budget_s", time_budget_s, "seconds")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress is {progress!r}; give a function that is called with how far the search is")
+    check_dict("fixed", fixed)
+    check_form(form)
+    check_lowering(lowering)
+    check_joint_gap(joint_gap, overlap=overlap)
+    devices, cluster = devices_of(mesh, cluster)
+    tell_lesser_memory(cluster, memory_limit)
+    if overlap and (why := no_overlap(form, devices)):
+        warn_user(f"overlap is asked for, and {why}: planned without", OverlapWarning)
+        overlap = False
+    options = PlanningOptions(
+        memory_limit,
+        time_budget_s,
+        progress,
+        leave_out=leave_out,
+        exact=planned_exact(form, devices),
+        lowering=lowering,
+        overlap=overlap,
+        joint_gap=joint_gap,
+    )
+    return devices, cluster, options
+
+
+@contextmanager
+def hinting(options: PlanningOptions, cluster: Cluster, *hints: str) -> Generator[None]:
+    """Where nothing fits, what may help is named: `hints`, and another form where the memory of the smallest device
+    limits larger ones."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if error.needs is None:
+            raise  # it isn't for want of memory
+        limits = MemoryBudget.of(cluster, options.memory_limit).limits
+        unlike = not options.exact and min(limits) < max(limits)
+        text = "; ".join([str(error), *([_EXACT] if unlike else []), *hints])
+        raise InfeasibleError(text, error.needs, error.excess) from error
+
+
+def tell_without_overlap(options: PlanningOptions, result: Result, of: str = "") -> None:
+    """Warn where overlap is asked for and gains too little, or does not fit. `of`: which function."""
+    if not options.overlap or result.overlap:
+        return
+    if options.least_speedup > 1.0:
+        text = (
+            f"no step was found that it makes {options.least_speedup:g} times as fast, from where it pays between CPUs"
+            ": planned without; give form='staged' or 'fused' to have it all the same"
+        )
+    else:
+        text = f"no program{of} was found that fits in memory beside what is sent meanwhile: planned without"
+    warn_user(f"overlap is asked for, and {text}", OverlapWarning)
 
 
 def devices_of(mesh: Any, cluster: Any) -> tuple[jax.sharding.Mesh | None, Cluster]:

@@ -3,60 +3,46 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from hapsynth._options import (
     Ratios,
-    check_joint_gap,
-    check_lowering,
-    check_positive,
-    devices_of,
     fixed_ratios_of,
+    hinting,
     layouts_of,
     left_for_planning,
-    planned_exact,
-    tell_lesser_memory,
+    planning_options,
+    tell_without_overlap,
     traced_as_asked,
 )
-from hapsynth._warn import OverlapWarning, warn_user
 from hapsynth.cluster.cluster import Cluster
-from hapsynth.cluster.memory_budget import MemoryBudget
 from hapsynth.graph.ir import Graph
-from hapsynth.graph.trace import Traced, check_dict
+from hapsynth.graph.trace import Traced
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.jobs.one_search import PLANNED_ONCE, searched_once
 from hapsynth.jobs.preflight import check_mesh
 from hapsynth.plan import Plan
-from hapsynth.running.form import Form, check_form, least_speedup, no_overlap
+from hapsynth.running.form import Form, least_speedup
 from hapsynth.running.plan_cache import CachedPlan, found_to_dict, read_found
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.formulation.choice_space import Restriction
 from hapsynth.search.planning.device_subsets import ClusterPlanner
-from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.planning.rematerialization import planned_to_fit
 from hapsynth.search.planning.task import PlanningOptions, Task
 from hapsynth.search.result import Progress, Result
-from hapsynth.several.plans import Functions, Plans, RatiosOfEach, synthesize_several
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
-_EXACT = (
-    "form='fused' (--form fused) for a job of several processes, or 'staged', may, as each device is then limited by "
-    "its own memory"
-)
 _RECOMPUTE = "recompute=True (--recompute) may, by making values again later rather than holding them"
 
 
-@overload
 def synthesize(
     fn: Callable[P, R],
     example_args: Sequence[Any],
@@ -69,55 +55,6 @@ def synthesize(
     ratios: Ratios | None = None,
     expect: Mapping[str, Expectation] | None = None,
     memory_limit: float | None = None,
-    leave_out: bool = ...,
-    time_budget_s: float | None = None,
-    progress: Callable[[Progress], None] | None = None,
-    form: Form = ...,
-    lowering: LoweringOptions = ...,
-    recompute: bool = ...,
-    overlap: bool = ...,
-    joint_gap: float | None = ...,
-    cache: bool = ...,
-) -> Plan[P, R]: ...
-
-
-@overload
-def synthesize(
-    fn: Functions,
-    example_args: Mapping[str, Sequence[Any]],
-    mesh: jax.sharding.Mesh | Cluster,
-    *,
-    example_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    cluster: Cluster | None = None,
-    carry: Mapping[str, Sequence[tuple[str, str]]] | None = None,
-    fixed: Mapping[str, str] | None = None,
-    ratios: RatiosOfEach | None = None,
-    expect: Mapping[str, Mapping[str, Expectation]] | None = None,
-    memory_limit: float | None = None,
-    leave_out: bool = ...,
-    time_budget_s: float | None = None,
-    progress: Callable[[Progress], None] | None = None,
-    form: Form = ...,
-    lowering: LoweringOptions = ...,
-    overlap: bool = ...,
-    joint_gap: float | None = ...,
-    frequency: Mapping[str, float] | None = None,
-    state: Mapping[str, Mapping[str, str]] | None = None,
-) -> Plans: ...
-
-
-def synthesize(
-    fn: Any,
-    example_args: Any,
-    mesh: jax.sharding.Mesh | Cluster,
-    *,
-    example_kwargs: Mapping[str, Any] | None = None,
-    cluster: Cluster | None = None,
-    carry: Any = None,
-    fixed: Mapping[str, str] | None = None,
-    ratios: Ratios | RatiosOfEach | None = None,
-    expect: Mapping[str, Any] | None = None,
-    memory_limit: float | None = None,
     leave_out: bool = PlanningOptions.leave_out,
     time_budget_s: float | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -127,21 +64,11 @@ def synthesize(
     overlap: bool = PlanningOptions.overlap,
     joint_gap: float | None = PlanningOptions.joint_gap,
     cache: bool = True,
-    frequency: Mapping[str, float] | None = None,
-    state: Mapping[str, Mapping[str, str]] | None = None,
-) -> Plan[..., Any] | Plans:
+) -> Plan[P, R]:
     """Find the cheapest distributed program of `fn` on a cluster (HAP, EuroSys'24, with a proof of optimality).
 
-    A dict of functions, e.g. `{"train": step, "eval": loss, "init": init}`, with a dict of their arguments, is planned
-    for one state, which one's plan takes as another's leaves it; `Plans` are returned. The state is the carried
-    arguments (`carry`) of one function: of those not in `state=` and whose state all others have, the one with most
-    arrays, then most bytes. It is found in the others by tree, shapes and dtypes, or said: `state={"eval": {"[0]":
-    "[0]['params']"}, "init": {"return": "[0]"}}` is function -> path of an argument, or `return` and that of a result
-    -> path of the state. `frequency`: how often each is called, by default 1 where the state is returned as well, 0.1
-    where it is only read and 0 where it is made: a function that is never called must fit, and costs nothing. With
-    several functions `fixed` maps paths of the state to layouts, and `example_kwargs`, `carry` and `expect` are dicts
-    by function name; `ratios` are one fraction per device, by which every function cuts everything, or a dict by
-    function name of the ratios for each.
+    Functions with one state, such as a training step, its loss and its initialization, are planned together by
+    `synthesize_several`.
 
     Ctrl-C during the search returns the best plan so far, with `plan.result.interrupted` true and a bound that is
     sought for a second or until Ctrl-C is pressed again; where there is no plan yet, KeyboardInterrupt is raised. In a
@@ -154,7 +81,7 @@ def synthesize(
     by itself.) It must not run beside another call of the job, in another thread.
 
     Args:
-        fn: Any function that `jax.jit` takes, or a dict of functions with one state.
+        fn: Any function that `jax.jit` takes.
         example_args: Pytrees of arrays or `jax.ShapeDtypeStruct`s, as `fn` is called.
         example_kwargs: Likewise, by name.
         mesh: The devices to run on, or a `Cluster` to plan without them.
@@ -202,8 +129,6 @@ def synthesize(
         cache: Whether the plan is looked for in the plan cache first (in HAPSYNTH_CACHE_DIR, or the user's cache;
             HAPSYNTH_CACHE_DIR=off switches it off), and kept there if the search ended by itself. What was planned
             before, by this very version, for the same function, shapes, cluster and options, then takes no search.
-        state: For several functions, see above.
-        frequency: For several functions, see above.
 
     Raises:
         TraceError: for arguments or functions that cannot be planned.
@@ -216,60 +141,25 @@ def synthesize(
             granule, with the nearest that do not.
     """
     began = time.perf_counter()
-    check_positive("memory_limit", memory_limit, "bytes per device")
-    if memory_limit == math.inf:
-        memory_limit = None
-    check_positive("time_budget_s", time_budget_s, "seconds")
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress is {progress!r}; give a function that is called with how far the search is")
-    check_dict("fixed", fixed)
-    # No layouts are none: nothing is restricted.
-    fixed = fixed or None
-    check_form(form)
-    check_lowering(lowering)
-    check_joint_gap(joint_gap, overlap=overlap)
-    devices, cluster = devices_of(mesh, cluster)
-    if devices is not None:
-        check_mesh(devices)
-    tell_lesser_memory(cluster, memory_limit)
-    if overlap and (why := no_overlap(form, devices)):
-        warn_user(f"overlap is asked for, and {why}: planned without", OverlapWarning)
-        overlap = False
-    options = PlanningOptions(
-        memory_limit,
-        time_budget_s,
-        progress,
+    if isinstance(fn, Mapping) and not callable(fn):
+        raise TypeError("fn is a dict; functions with one state are planned by hapsynth.synthesize_several")
+    devices, cluster, options = planning_options(
+        mesh,
+        cluster,
+        fixed=fixed,
+        memory_limit=memory_limit,
         leave_out=leave_out,
-        exact=planned_exact(form, devices),
+        time_budget_s=time_budget_s,
+        progress=progress,
+        form=form,
         lowering=lowering,
         overlap=overlap,
         joint_gap=joint_gap,
     )
-    if isinstance(fn, Mapping):
-        if recompute:
-            raise TypeError("recompute is for one function: use jax.checkpoint in these, or plan one by itself")
-        with _hinting(options, cluster):
-            plans = synthesize_several(
-                cast(Functions, fn),
-                example_args,
-                devices,
-                cluster,
-                example_kwargs=example_kwargs,
-                carry=carry,
-                expect=expect,
-                fixed=fixed,
-                ratios=cast(RatiosOfEach | None, ratios),
-                frequency=frequency,
-                state=state,
-                options=options,
-                form=form,
-            )
-        for name, plan in plans.items():
-            _tell_without_overlap(options, plan.result, f" of {name!r}")
-        return plans
-    if frequency is not None or state is not None:
-        what = "frequency" if frequency is not None else "state"
-        raise TypeError(f"{what} is for several functions; give a dict of functions, e.g. {{'train': fn}}")
+    # No layouts are none: nothing is restricted.
+    fixed = fixed or None
+    if devices is not None:
+        check_mesh(devices)
     traced = traced_as_asked(fn, example_args, example_kwargs, carry, expect)
     trace_s = time.perf_counter() - began
     logger.info("traced in %.1f s: %d ops, to be planned for %r", trace_s, len(traced.graph.ops), cluster.name)
@@ -281,21 +171,21 @@ def synthesize(
 
     if ratios is not None:
         # A plan is looked for by what is asked, which has to make sense.
-        fixed_ratios_of(traced, cast(Ratios, ratios), mesh_axes(cluster))
+        fixed_ratios_of(traced, ratios, mesh_axes(cluster))
 
     def task(graph: Graph, budget: float | None) -> Task:
         of = replace(traced, graph=graph)
-        fixed_ratios = None if ratios is None else fixed_ratios_of(of, cast(Ratios, ratios), mesh_axes(cluster))
+        fixed_ratios = None if ratios is None else fixed_ratios_of(of, ratios, mesh_axes(cluster))
         return Task(graph, cluster, replace(options, time_budget_s=budget, fixed_ratios=fixed_ratios))
 
     asked = {
         "fixed": fixed,
         "ratios": ratios,
-        "memory_limit": memory_limit,
+        "memory_limit": options.memory_limit,
         "leave_out": leave_out,
         "exact": options.exact,
         "lowering": lowering.to_dict(),
-        "overlap": options.least_speedup if overlap else None,
+        "overlap": options.least_speedup if options.overlap else None,
         "joint_gap": joint_gap,
         "recompute": recompute,
     }
@@ -306,7 +196,7 @@ def synthesize(
         if kept is not None and (found := kept.find(traced)) is not None:
             return found[0], replace(found[1], timings_s={"cache_s": time.perf_counter() - sought})
         left = left_for_planning(time_budget_s, trace_s)
-        with _hinting(options, cluster, *([] if recompute else [_RECOMPUTE])):
+        with hinting(options, cluster, *([] if recompute else [_RECOMPUTE])):
             if recompute:
                 graph, result = planned_to_fit(traced.graph, task, left)
             else:
@@ -329,34 +219,5 @@ def synthesize(
     )
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
     result = replace(result, timings_s=timings)
-    _tell_without_overlap(options, result)
+    tell_without_overlap(options, result)
     return Plan(traced, result, cluster, devices, fn=fn, form=form)
-
-
-def _tell_without_overlap(options: PlanningOptions, result: Result, of: str = "") -> None:
-    """Warn where overlap is asked for and gains too little, or does not fit. `of`: which function."""
-    if not options.overlap or result.overlap:
-        return
-    if options.least_speedup > 1.0:
-        text = (
-            f"no step was found that it makes {options.least_speedup:g} times as fast, from where it pays between CPUs"
-            ": planned without; give form='staged' or 'fused' to have it all the same"
-        )
-    else:
-        text = f"no program{of} was found that fits in memory beside what is sent meanwhile: planned without"
-    warn_user(f"overlap is asked for, and {text}", OverlapWarning)
-
-
-@contextmanager
-def _hinting(options: PlanningOptions, cluster: Cluster, *hints: str) -> Generator[None]:
-    """Where nothing fits, what may help is named: `hints`, and another form where the memory of the smallest device
-    limits larger ones."""
-    try:
-        yield
-    except InfeasibleError as error:
-        if error.needs is None:
-            raise  # it isn't for want of memory
-        limits = MemoryBudget.of(cluster, options.memory_limit).limits
-        unlike = not options.exact and min(limits) < max(limits)
-        text = "; ".join([str(error), *([_EXACT] if unlike else []), *hints])
-        raise InfeasibleError(text, error.needs, error.excess) from error

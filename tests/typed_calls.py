@@ -23,5 +23,5 @@ def calls(state: State, batch: jax.Array, cluster: hapsynth.Cluster) -> None:
     again = hapsynth.load("plan.json", step, (state, batch))
     assert_type(again.for_shapes(state, batch)(state, batch), tuple[State, float])
     # A function without annotations stays as it was.
-    plans = hapsynth.synthesize({"train": step}, {"train": (state, batch)}, cluster)
+    plans = hapsynth.synthesize_several({"train": step}, {"train": (state, batch)}, cluster)
     assert_type(plans["train"](state, batch), Any)

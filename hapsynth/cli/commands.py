@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,7 @@ from hapsynth.report.what_if import advice_record, print_advice, print_remedies,
 from hapsynth.running.form import holds_exact
 from hapsynth.search.planning.planner import InfeasibleError
 from hapsynth.search.sizing.fixed_ratios import RatioError
-from hapsynth.several.plans import FunctionsError
+from hapsynth.several.plans import FunctionsError, synthesize_several
 from hapsynth.targets import TargetError, collectives_differ, compile_for
 from hapsynth.view import page
 from hapsynth.view.step import Step
@@ -270,7 +270,10 @@ def _search_several(options: argparse.Namespace, session: _Session, targets: Tar
     if options.advise:
         raise UsageError(f"--advise is about one function: leave it out, or pick one with --function; {targets}")
     try:
-        plans = _synthesized(options, targets, cluster)
+        with _requested(options, list(targets.each)) as requested:
+            plans = synthesize_several(
+                targets.functions, targets.args, cluster, example_kwargs=targets.kwargs, **requested
+            )
     except InfeasibleError as error:
         session.files.write_json(options.json, several_infeasible_record(dict(options.frequency), str(error)))
         raise
@@ -455,31 +458,22 @@ def _shown(options: argparse.Namespace) -> bool | None:
 
 
 def _planned(options: argparse.Namespace, target: Target, cluster: Cluster) -> Plan:
-    plan = _synthesized(options, target, cluster)
+    with _requested(options) as requested:
+        plan = synthesize(target.fn, target.args, cluster, example_kwargs=target.kwargs, **requested)
     _tell_interrupted(options, plan.result.interrupted, plan.gap, plan.lower_bound)
     return plan
 
 
-def _synthesized(options: argparse.Namespace, target: Target | Targets, cluster: Cluster) -> Any:
-    """The plan of the function, or the plans of the functions, that a model file holds."""
-    one = isinstance(target, Target)
-    functions: Any = target.fn if one else target.functions
-    args: Any = target.args
-    requested = asked(options, None if one else list(target.each))
+@contextmanager
+def _requested(options: argparse.Namespace, functions: Sequence[str] | None = None) -> Generator[dict[str, Any]]:
+    """What is asked of the plan of the only function, or of those of several, by their names; shows the progress."""
+    requested = asked(options, functions)
     try:
         check_joint_gap(options.joint_gap, overlap=options.overlap)
     except ValueError as error:
         raise UsageError(str(error)) from None
     with progress(_shown(options)) as show:
-        return synthesize(
-            functions,
-            args,
-            cluster,
-            example_kwargs=target.kwargs,
-            memory_limit=options.memory_limit,
-            progress=show,
-            **requested,
-        )
+        yield {**requested, "memory_limit": options.memory_limit, "progress": show}
 
 
 def _tell_interrupted(options: argparse.Namespace, interrupted: bool, gap: float, bound: float) -> None:

@@ -378,8 +378,8 @@ def _once(option: str, given: Sequence[tuple[str, _T]]) -> dict[str, _T]:
 
 
 def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -> dict[str, Any]:
-    """Keyword arguments of `synthesize` for the only function, or for several, by their names; UsageError for what is
-    given for others, or can't be read."""
+    """Keyword arguments of `synthesize` for the only function, or of `synthesize_several` for several, by their names;
+    UsageError for what is given for others, or can't be read."""
     alike = {
         "time_budget_s": options.time_budget,
         "form": options.form,

@@ -1,4 +1,4 @@
-"""Several functions with one state: what `synthesize` makes of a dict of functions."""
+"""`synthesize_several`: from several functions with one state to a plan of each."""
 
 from __future__ import annotations
 
@@ -15,13 +15,23 @@ from typing import Any, NamedTuple
 
 import jax
 
-from hapsynth._options import Ratios, fixed_ratios_of, layouts_of, left_for_planning, traced_as_asked
+from hapsynth._options import (
+    Ratios,
+    fixed_ratios_of,
+    hinting,
+    layouts_of,
+    left_for_planning,
+    planning_options,
+    tell_without_overlap,
+    traced_as_asked,
+)
 from hapsynth._warn import warn_user
 from hapsynth.adapting.resize import best_sizes, resized
 from hapsynth.cluster.cluster import Cluster
 from hapsynth.graph.trace import Traced, check_dict
 from hapsynth.graph.trip_counts import Expectation
 from hapsynth.instructions.program.program import ProgramError
+from hapsynth.instructions.staging.options import LoweringOptions
 from hapsynth.jobs.one_search import PLANNED_ONCE, searched_once
 from hapsynth.jobs.preflight import check_mesh
 from hapsynth.plan import Plan
@@ -40,7 +50,7 @@ from hapsynth.running.plan_file import (
 )
 from hapsynth.search.cost.network import mesh_axes
 from hapsynth.search.planning.task import PlanningOptions
-from hapsynth.search.result import Result
+from hapsynth.search.result import Progress, Result
 from hapsynth.search.sizing.fixed_ratios import FixedRatios, RatioError
 from hapsynth.several.joint_planner import JointPlanner
 from hapsynth.several.placement import StatePlacement, StateRequirements, placements
@@ -74,7 +84,7 @@ class Plans(Mapping[str, Plan]):
 
     `frequency`: how often each is called, as weighed. `alone`: seconds per call of each function that is called,
     planned without the others. `lower_bound`: seconds that no plans with one state take less than, weighed. `state`:
-    what of the state some functions have, as `synthesize` was told.
+    what of the state some functions have, as `synthesize_several` was told.
     """
 
     def __init__(
@@ -166,22 +176,68 @@ class Plans(Mapping[str, Plan]):
 
 def synthesize_several(
     functions: Functions,
-    example_args: Any,
-    devices: jax.sharding.Mesh | None,
-    cluster: Cluster,
+    example_args: Mapping[str, Sequence[Any]],
+    mesh: jax.sharding.Mesh | Cluster,
     *,
-    example_kwargs: Mapping[str, Mapping[str, Any]] | None,
-    carry: Mapping[str, Sequence[tuple[str, str]]] | None,
-    expect: Mapping[str, Mapping[str, Expectation]] | None,
-    fixed: Mapping[str, str] | None,
-    ratios: RatiosOfEach | None,
-    frequency: Mapping[str, float] | None,
-    state: Mapping[str, Mapping[str, str]] | None,
-    options: PlanningOptions,
-    form: Form,
+    example_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    cluster: Cluster | None = None,
+    carry: Mapping[str, Sequence[tuple[str, str]]] | None = None,
+    state: Mapping[str, Mapping[str, str]] | None = None,
+    frequency: Mapping[str, float] | None = None,
+    fixed: Mapping[str, str] | None = None,
+    ratios: RatiosOfEach | None = None,
+    expect: Mapping[str, Mapping[str, Expectation]] | None = None,
+    memory_limit: float | None = None,
+    leave_out: bool = PlanningOptions.leave_out,
+    time_budget_s: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    form: Form = "auto",
+    lowering: LoweringOptions = PlanningOptions.lowering,
+    overlap: bool = PlanningOptions.overlap,
+    joint_gap: float | None = PlanningOptions.joint_gap,
 ) -> Plans:
-    """As `synthesize`, whose arguments and `options` these are, for a dict of functions."""
+    """Plan functions with one state, e.g. `{"train": step, "eval": loss, "init": init}`: the plan of one takes it as
+    another's leaves it, and the sum of their costs, each as often as it is called, is the least.
+
+    The state is the carried arguments (`carry`) of one function: of those not in `state=` and whose state all others
+    have, the one with most arrays, then most bytes. It is found in the others by tree, shapes and dtypes.
+
+    Ctrl-C and meshes of several processes: as with `synthesize`, and so are the arguments and errors but for these.
+
+    Args:
+        functions: Name -> any function that `jax.jit` takes.
+        example_args: By function name, as `example_kwargs`, `carry` and `expect` are.
+        state: Where it is not to be found: function -> path of an argument, or `return` and that of a result -> path of
+            the state, e.g. `{"eval": {"[0]": "[0]['params']"}, "init": {"return": "[0]"}}`.
+        frequency: How often each is called, by default 1 where the state is returned as well, 0.1 where it is only read
+            and 0 where it is made: a function that is never called must fit, and costs nothing.
+        fixed: Path of the state -> layout to keep.
+        ratios: Fractions, one per device, by which every function cuts everything, or by function name the ratios for
+            each.
+        time_budget_s: Seconds for all of them.
+        overlap: As of `synthesize`, however little it gains; a function that has no room for what is sent meanwhile is
+            planned without, as an `OverlapWarning` says.
+
+    Raises:
+        TypeError, ValueError: also for names that no function has. RatioError, one of these, also where one function
+            can't have the state as the others have it.
+    """
     began = time.perf_counter()
+    devices, cluster, options = planning_options(
+        mesh,
+        cluster,
+        fixed=fixed,
+        memory_limit=memory_limit,
+        leave_out=leave_out,
+        time_budget_s=time_budget_s,
+        progress=progress,
+        form=form,
+        lowering=lowering,
+        overlap=overlap,
+        joint_gap=joint_gap,
+    )
+    if devices is not None:
+        check_mesh(devices)
     names = _names(functions)
     args = _each("example_args", example_args, names)
     _check_given(args, names)
@@ -222,7 +278,8 @@ def synthesize_several(
         left = left_for_planning(options.time_budget_s, trace_s)
         own = replace(options, leave_out=may_leave_out, time_budget_s=left)
         planner = JointPlanner(shared, weights, cluster, *restricted, own)
-        results = planner.run()
+        with hinting(options, cluster):
+            results = planner.run()
         found = {name: (shared.roles[name].traced, result) for name, result in results.items()}
         alone = {name: result.cost_s for name, result in planner.alone.items()}
         return _Searched(found, alone, min(planner.bound, planner.cost(results)))
@@ -247,6 +304,8 @@ def synthesize_several(
         timings = {"trace_s": trace_s, **result.timings_s, "total_s": total}
         found[name] = of, replace(result, timings_s=timings), cluster
     plans = _stored_alike(found, shared.roles, functions, devices, form)
+    for name, plan in plans.items():
+        tell_without_overlap(options, plan.result, f" of {name!r}")
     return Plans(plans, shared.named_after, weights, searched.alone, searched.bound, said)
 
 
@@ -337,7 +396,8 @@ def _is_uneven(kept: Mapping[int, StatePlacement]) -> bool:
 
 def _names(functions: Any) -> list[str]:
     if not isinstance(functions, Mapping):
-        raise TypeError(f"functions is {functions!r}; give a dict of functions, e.g. {{'train': fn}}")
+        how = "give a dict of functions, e.g. {'train': fn}; one alone is planned by hapsynth.synthesize"
+        raise TypeError(f"functions is {functions!r}; {how}")
     if not functions:
         raise FunctionsError("the dict of functions is empty; give one, e.g. {'train': fn}")
     for name in functions:

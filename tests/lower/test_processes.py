@@ -258,7 +258,7 @@ SEVERAL = """
         hapsynth.synthesize(train, (example, x), mesh, cluster=slow_cluster((3, 1)), memory_limit=9)
     except hapsynth.InfeasibleError as error:
         print("searched", one.sizes.shares, one.joint_lower_bound, len(one.result.bounds), error.needs, error)
-    plans = hapsynth.synthesize(
+    plans = hapsynth.synthesize_several(
         {"train": train, "eval": evaluate, "init": init},
         {"train": (example, x), "eval": (example, x), "init": (key,)},
         mesh,

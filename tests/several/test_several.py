@@ -64,7 +64,7 @@ ARGS: dict[str, tuple[Any, ...]] = {"train": (STATE, X), "eval": (STATE, X), "in
 
 def planned(functions: Any = FUNCTIONS, args: Any = ARGS, mesh: Any = None, **options: Any) -> Plans:
     options = {"leave_out": False, "cluster": None if mesh else slow_cluster(SPEEDS["3:1"]), **options}
-    return hapsynth.synthesize(functions, args, mesh or first_devices(4), **options)
+    return hapsynth.synthesize_several(functions, args, mesh or first_devices(4), **options)
 
 
 def stored(plan: Plan, tree: Any) -> list[Any]:
@@ -468,7 +468,10 @@ def test_bad_input(case: str) -> None:
         planned(mesh=CLUSTER, **options)
 
 
-def test_options_of_several_functions_for_one() -> None:
+def test_each_is_named_to_who_asks_the_other() -> None:
+    functions: Any = FUNCTIONS
+    with pytest.raises(TypeError, match=r"fn is a dict; .* hapsynth\.synthesize_several"):
+        hapsynth.synthesize(functions, ARGS, CLUSTER)  # pyright: ignore[reportArgumentType]
     one: Any = train
-    with pytest.raises(TypeError, match="frequency is for several functions"):
-        hapsynth.synthesize(one, ARGS["train"], CLUSTER, frequency={"train": 1})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"functions is <function train .* planned by hapsynth.synthesize$"):
+        hapsynth.synthesize_several(one, ARGS, CLUSTER)

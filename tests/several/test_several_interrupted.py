@@ -40,7 +40,9 @@ ARGS: dict[str, tuple[Any, ...]] = {"columns": (STATE,), "rows": (STATE,), "init
 
 
 def planned(progress: Callable[[Progress], None] | None = None) -> hapsynth.Plans:
-    return hapsynth.synthesize(FUNCTIONS, ARGS, CLUSTER, frequency={"rows": 1}, leave_out=False, progress=progress)
+    return hapsynth.synthesize_several(
+        FUNCTIONS, ARGS, CLUSTER, frequency={"rows": 1}, leave_out=False, progress=progress
+    )
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ ARGS: dict[Any, Any] = {name: (State(W, W), W) for name in FUNCTIONS}
 
 
 def planned(functions: Any = FUNCTIONS, args: Any = ARGS, **options: Any) -> hapsynth.Plans:
-    return hapsynth.synthesize(functions, args, CLUSTER, leave_out=False, **options)
+    return hapsynth.synthesize_several(functions, args, CLUSTER, leave_out=False, **options)
 
 
 def test_tracing_is_within_the_time_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_bad_input(case: str) -> None:
 def test_options_of_one_function_are_dicts_too() -> None:
     for option in ("example_kwargs", "expect", "fixed"):
         with pytest.raises(TypeError, match=rf"{option} is \['x'\]; give a dict"):
-            hapsynth.synthesize(train, ARGS["train"], CLUSTER, **{option: ["x"]})  # pyright: ignore[reportArgumentType, reportCallIssue]
+            hapsynth.synthesize(train, ARGS["train"], CLUSTER, **{option: ["x"]})  # pyright: ignore[reportArgumentType]
 
 
 def test_only_a_dict_of_functions_is_loaded(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_profile_from_elsewhere_is_warned_of_at_the_users_line(tmp_path: Path)
     there = replace(CLUSTER, profile={"machines": "another-machine", "jax": jax.__version__})
     mesh = first_devices(4)
     with pytest.warns(hapsynth.ClusterWarning, match="measured on another-machine") as made:
-        plans = hapsynth.synthesize(FUNCTIONS, ARGS, mesh, cluster=there, leave_out=False)
+        plans = hapsynth.synthesize_several(FUNCTIONS, ARGS, mesh, cluster=there, leave_out=False)
     plans.save(tmp_path / "plans.json")
     with pytest.warns(hapsynth.ClusterWarning, match="measured on another-machine") as read:
         hapsynth.load_plans(tmp_path / "plans.json", FUNCTIONS, ARGS, mesh)
@@ -156,7 +156,7 @@ def test_functions_for_which_other_devices_are_looked_at() -> None:
     functions = {"train": mlp_train, "eval": lambda w, x: jnp.mean(jnp.tanh(x @ w[:64]) ** 2)}
     args = {"train": (struct(512, 512), struct(8192, 512)), "eval": (struct(512, 512), struct(2**14, 64))}
     unlike = graphs.cluster(speeds, bandwidth=1e9)
-    plans = hapsynth.synthesize(functions, args, unlike)
+    plans = hapsynth.synthesize_several(functions, args, unlike)
     bounds = [hapsynth.synthesize(functions[name], args[name], unlike).result.bounds for name in functions]
     assert bounds[0].keys() != bounds[1].keys()
     assert 0 < plans.lower_bound <= plans.cost
@@ -176,7 +176,9 @@ def test_each_device_has_room_of_its_own() -> None:
     fast, slow = slow_cluster((3, 1)).devices
     unlike = replace(slow_cluster((3, 1)), devices=(replace(fast, memory=2e7), replace(slow, memory=small)))
     mesh, state = first_devices(2), {"eval": {"[0]": "[0]"}}
-    plans = hapsynth.synthesize(functions, args, mesh, cluster=unlike, form="staged", leave_out=False, state=state)
+    plans = hapsynth.synthesize_several(
+        functions, args, mesh, cluster=unlike, form="staged", leave_out=False, state=state
+    )
     room = plans["eval"].result.memory_limit_bytes
     first, second = plans["eval"].memory
     assert second <= room[1] < small < first

@@ -25,7 +25,7 @@ CLUSTER = slow_cluster((3.0, 3.0, 1.0, 1.0), bandwidth=3e8)
 
 @pytest.fixture(scope="module")
 def plans() -> Plans:
-    return hapsynth.synthesize(FUNCTIONS, ARGS, CLUSTER, overlap=True, leave_out=False)
+    return hapsynth.synthesize_several(FUNCTIONS, ARGS, CLUSTER, overlap=True, leave_out=False)
 
 
 def test_each_costs_its_makespan(plans: Plans) -> None:
@@ -41,7 +41,7 @@ def test_each_costs_its_makespan(plans: Plans) -> None:
 
 
 def test_it_takes_less_than_without(plans: Plans) -> None:
-    without = hapsynth.synthesize(FUNCTIONS, ARGS, CLUSTER, leave_out=False)
+    without = hapsynth.synthesize_several(FUNCTIONS, ARGS, CLUSTER, leave_out=False)
     assert plans.cost < 0.95 * without.cost
     beside = {n: step_seconds(p.program, p.sizes, p.cost_model(), overlap=True) for n, p in without.items()}
     assert plans.cost <= sum(plans.frequency[n] * seconds for n, seconds in beside.items())

@@ -124,7 +124,7 @@ def train(state: Any, x: jax.Array) -> Any:
 @cache
 def made_cut(form: Form) -> Plan:
     """The plan that makes a state which no device can hold, in staged form cut unevenly."""
-    plans = hapsynth.synthesize(
+    plans = hapsynth.synthesize_several(
         {"train": train, "init": init},
         {"train": (jax.eval_shape(init, KEY), jax.ShapeDtypeStruct((32, WIDE), jnp.float32)), "init": (KEY,)},
         first_devices(4),

@@ -55,7 +55,7 @@ def test_a_limit_does_not_make_room() -> None:
 def test_several_functions() -> None:
     functions = {"step": step, "mean": lambda state: state.mean()}
     with pytest.warns(ClusterWarning, match="memory_limit is 4 MB") as warned:
-        plans = hapsynth.synthesize(
+        plans = hapsynth.synthesize_several(
             functions, {"step": (W, X), "mean": (W,)}, unlike(10**6, 8 * 10**6), memory_limit=4e6
         )
     assert len(warned) == 1

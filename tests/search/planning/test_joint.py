@@ -64,7 +64,7 @@ def test_it_is_the_best_of_all_layouts(weight: float) -> None:
 
 
 def planned(**options: Any) -> hapsynth.Plans:
-    return hapsynth.synthesize(FUNCTIONS, ARGS, SLOW, frequency={"rows": 1}, leave_out=False, **options)
+    return hapsynth.synthesize_several(FUNCTIONS, ARGS, SLOW, frequency={"rows": 1}, leave_out=False, **options)
 
 
 def test_the_state_lies_as_no_function_alone_would_have_it() -> None:
@@ -82,7 +82,7 @@ def test_the_bound_is_on_every_set_of_devices() -> None:
     cluster = slow_cluster((9, 9, 1, 1), bandwidth=2e7)
     wide = {"columns": ARGS["columns"], "rows": (STATE, np.ones((4096, 64), np.float32))}
     functions = {"columns": columns, "rows": lambda s, x: (jnp.tanh(x) ** 2).sum() + s["a"].sum()}
-    plans = hapsynth.synthesize(functions, wide, cluster)
+    plans = hapsynth.synthesize_several(functions, wide, cluster)
     assert hapsynth.synthesize(functions["rows"], wide["rows"], cluster).devices == (0, 1, 2, 3)
     assert plans["columns"].devices == plans["rows"].devices == (0, 1)
     assert plans.cost > 1.05 * sum(plans.frequency[name] * cost for name, cost in plans.alone.items())

@@ -299,7 +299,9 @@ def test_functions_of_one_state_leave_it_to_its_owner() -> None:
     args = dict.fromkeys(functions, (STATE, BATCH))
     asked: dict[str, Any] = {"leave_out": False, "ratios": dict.fromkeys(functions, [1 / N] * N), "form": "staged"}
     cluster = cluster_of(1e13, 3e8, 1e-4, first=1)
-    plans = hapsynth.synthesize(functions, args, first_devices(N), cluster=cluster, frequency={"train": 10}, **asked)
+    plans = hapsynth.synthesize_several(
+        functions, args, first_devices(N), cluster=cluster, frequency={"train": 10}, **asked
+    )
     assert [plans.layouts[f"[0][{k}]"] for k in (1, 2)] == ["O(1)", "O(1)"]
     assert plans.lower_bound <= plans.cost
     train = plans["train"]
