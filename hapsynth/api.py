@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -190,10 +191,13 @@ def synthesize(
         "recompute": recompute,
     }
 
+    def read(where: str, data: Mapping[str, Any]) -> tuple[Traced, Result]:
+        return read_found(where, data, traced)
+
     def search() -> tuple[Traced, Result]:
         sought = time.perf_counter()
-        kept = CachedPlan.of(traced, cluster, asked) if cache else None
-        if kept is not None and (found := kept.find(traced)) is not None:
+        kept = CachedPlan.of([traced], cluster, asked) if cache else None
+        if kept is not None and (found := kept.find(read)) is not None:
             return found[0], replace(found[1], timings_s={"cache_s": time.perf_counter() - sought})
         left = left_for_planning(time_budget_s, trace_s)
         with hinting(options, cluster, *([] if recompute else [_RECOMPUTE])):
@@ -205,7 +209,7 @@ def synthesize(
         logger.info("planned in %.1f s: %.4g s a step, gap %.2g", total_s, result.cost_s, result.gap)
         found = replace(traced, graph=graph), result
         if kept is not None and time_budget_s is None and not result.interrupted:
-            kept.keep(*found, cluster)
+            kept.keep(found_to_dict(*found, cluster))
         return found
 
     traced, result = searched_once(
@@ -215,7 +219,7 @@ def synthesize(
         {**asked, "form": form},
         search,
         lambda found: found_to_dict(*found, cluster),
-        lambda data: read_found(PLANNED_ONCE, data, traced),
+        partial(read, PLANNED_ONCE),
     )
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
     result = replace(result, timings_s=timings)

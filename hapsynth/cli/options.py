@@ -386,14 +386,15 @@ def asked(options: argparse.Namespace, functions: Sequence[str] | None = None) -
         "leave_out": options.leave_out,
         "overlap": options.overlap,
         "joint_gap": options.joint_gap,
+        "cache": options.cache,
     }
     names = functions or ([options.function] if options.function else [])
     expect = _of_functions("--expect", options.expect, names, _expectation)
     ratios = _of_functions("--ratios", options.ratios, names, _ratio)
     if functions is None:
-        alike |= {"recompute": options.recompute, "cache": options.cache}
         expect_of_one = _once("--expect", _of_one("--expect", expect))
-        return {**alike, "expect": expect_of_one, "ratios": _ratios_of(_of_one("--ratios", ratios))}
+        ratios_of_one = _ratios_of(_of_one("--ratios", ratios))
+        return {**alike, "recompute": options.recompute, "expect": expect_of_one, "ratios": ratios_of_one}
     if options.recompute:
         raise UsageError("--recompute is for one function: pick it with --function, or use jax.checkpoint in these")
     state = _of_functions("--state", options.state, names, _state)

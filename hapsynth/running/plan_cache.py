@@ -1,8 +1,8 @@
 """Plans on disk by everything that decides them: what was planned before takes no search.
 
-An entry is a file named after the digest of its key: the function's ops, shapes and constants of the code, the cluster,
-what was asked for, hapsynth's own source, and the versions of what it computes with. It holds the key in full and a
-digest of its own contents, and the plan passes the checker as that of a plan file does; whatever is not as it should
+An entry is a file named after the digest of its key: ops, shapes and constants of the code of each function, the
+cluster, what was asked for, hapsynth's own source, and the versions of what it computes with. It holds the key in full
+and a digest of its own contents, and the plans pass the checker as those of plan files do; whatever is not as it should
 be is as if it were not there. Entries are written aside and renamed, so that processes may write one at the same time.
 Not kept are plans that depend on more: on a time budget, on Ctrl-C, or on a rule that is the user's own code.
 """
@@ -18,12 +18,12 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -51,6 +51,7 @@ _OFF = ("", "off", "none", "no", "false", "0")
 _ENTRIES = 512
 """The number of entries that a folder keeps: those used last."""
 _COMPUTING = ("jaxlib", "numpy", "ortools", "scipy")
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -65,24 +66,24 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 @dataclass(frozen=True)
 class CachedPlan:
-    """Where the plan of one task is kept, if it was planned before. `key`: as JSON."""
+    """Where the plans of one task are kept, if it was planned before. `key`: as JSON."""
 
     file: Path
     key: str
 
     @staticmethod
-    def of(traced: Traced, cluster: Cluster, asked: Mapping[str, Any]) -> CachedPlan | None:
-        """The cache entry for a traced function, a cluster and `asked`, the options that determine a plan, as JSON;
-        None where the cache is off, or the plan depends on rules of the user's own."""
+    def of(functions: Sequence[Traced], cluster: Cluster, asked: Mapping[str, Any]) -> CachedPlan | None:
+        """The cache entry for traced functions, a cluster and `asked`, the options that determine plans, as JSON; None
+        where the cache is off, or the plans depend on rules of the user's own."""
         folder = cache_folder()
         if folder is None:
             return None
-        own = next((op for op in traced.graph.ops if is_users(op)), None)
+        own = next((op for traced in functions for op in traced.graph.ops if is_users(op)), None)
         if own is not None:
             logger.info("not kept in the plan cache: the rule of %s is the user's own code", own.name)
             return None
         key = {
-            "function": function_to_dict(traced),
+            "functions": [function_to_dict(traced) for traced in functions],
             "cluster": cluster.to_dict(defaults=True),
             "asked": dict(asked),
             "numerics": {name: str(getattr(jax.config, name, None)) for name in _jax.NUMERICS},
@@ -92,8 +93,8 @@ class CachedPlan:
         text = json.dumps(key, sort_keys=True, default=plain)
         return CachedPlan(folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json", text)
 
-    def find(self, traced: Traced) -> tuple[Traced, Result] | None:
-        """The traced function and the result as they were planned; None where they are not there, or damaged."""
+    def find(self, read: Callable[[str, Mapping[str, Any]], T]) -> T | None:
+        """What `read` makes of the entry's file name and contents; None where it is not there, or damaged."""
         try:
             text = self.file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -109,7 +110,7 @@ class CachedPlan:
             if entry["key"] != self.key:
                 return self._lost("it is of another task")
             try:
-                found = read_found(str(self.file), entry, traced)
+                found = read(str(self.file), entry)
             except PlanError as error:
                 return self._lost(str(error))
         with suppress(OSError):
@@ -117,9 +118,9 @@ class CachedPlan:
         logger.info("found in the plan cache: %s", self.file)
         return found
 
-    def keep(self, traced: Traced, result: Result, cluster: Cluster) -> None:
-        """Write an entry; where that can't be done it is logged, and there is none."""
-        content = json.dumps({"key": self.key, **found_to_dict(traced, result, cluster)}, allow_nan=False)
+    def keep(self, found: Mapping[str, Any]) -> None:
+        """Write an entry of what was found, as JSON; where that can't be done it is logged, and there is none."""
+        content = json.dumps({"key": self.key, **found}, allow_nan=False)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.file, f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}")

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from hapsynth.jobs.one_search import PLANNED_ONCE, searched_once
 from hapsynth.jobs.preflight import check_mesh
 from hapsynth.plan import Plan
 from hapsynth.running.form import Form, holds_exact
-from hapsynth.running.plan_cache import found_to_dict, read_found
+from hapsynth.running.plan_cache import CachedPlan, found_to_dict, read_found
 from hapsynth.running.plan_file import (
     SEVERAL,
     PlanError,
@@ -195,6 +195,7 @@ def synthesize_several(
     lowering: LoweringOptions = PlanningOptions.lowering,
     overlap: bool = PlanningOptions.overlap,
     joint_gap: float | None = PlanningOptions.joint_gap,
+    cache: bool = True,
 ) -> Plans:
     """Plan functions with one state, e.g. `{"train": step, "eval": loss, "init": init}`: the plan of one takes it as
     another's leaves it, and the sum of their costs, each as often as it is called, is the least.
@@ -269,11 +270,17 @@ def synthesize_several(
         "lowering": options.lowering.to_dict(),
         "overlap": options.overlap,
         "joint_gap": options.joint_gap,
-        "form": form,
         "functions": names,
     }
 
     def search() -> _Searched:
+        sought = time.perf_counter()
+        kept = CachedPlan.of(functions_traced, cluster, requested) if cache else None
+        if kept is not None and (searched := kept.find(read)) is not None:
+            timings = {"cache_s": time.perf_counter() - sought}
+            return searched._replace(
+                found={name: (of, replace(result, timings_s=timings)) for name, (of, result) in searched.found.items()}
+            )
         may_leave_out = options.leave_out and not fixed and ratios is None
         left = left_for_planning(options.time_budget_s, trace_s)
         own = replace(options, leave_out=may_leave_out, time_budget_s=left)
@@ -282,10 +289,14 @@ def synthesize_several(
             results = planner.run()
         found = {name: (shared.roles[name].traced, result) for name, result in results.items()}
         alone = {name: result.cost_s for name, result in planner.alone.items()}
-        return _Searched(found, alone, min(planner.bound, planner.cost(results)))
+        searched = _Searched(found, alone, min(planner.bound, planner.cost(results)))
+        interrupted = any(result.interrupted for result in results.values())
+        if kept is not None and time_budget_s is None and not interrupted:
+            kept.keep(to_dict(searched))
+        return searched
 
-    def read(data: Mapping[str, Any]) -> _Searched:
-        found = {n: read_found(f"{PLANNED_ONCE}: {n!r}", d, shared.roles[n].traced) for n, d in data["plans"].items()}
+    def read(where: str, data: Mapping[str, Any]) -> _Searched:
+        found = {n: read_found(f"{where}: {n!r}", d, shared.roles[n].traced) for n, d in data["plans"].items()}
         alone = {name: read_number(seconds) for name, seconds in data["alone"].items()}
         return _Searched(found, alone, read_number(data["bound"]))
 
@@ -297,7 +308,8 @@ def synthesize_several(
         }
 
     functions_traced = [role.traced for role in shared.roles.values()]
-    searched = searched_once(devices, functions_traced, cluster, requested, search, to_dict, read)
+    told = {**requested, "form": form}
+    searched = searched_once(devices, functions_traced, cluster, told, search, to_dict, partial(read, PLANNED_ONCE))
     total = time.perf_counter() - began
     found: dict[str, _Found] = {}
     for name, (of, result) in searched.found.items():

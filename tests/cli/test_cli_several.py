@@ -110,7 +110,8 @@ def test_functions_of_any_names() -> None:
         "--frequency": ["train-step=0.5", "a:b=2"],
     }
     texts = [text for option, each in given.items() for one in each for text in (option, one)]
-    found = asked(parser().parse_args([*argv, *texts]), ["a", "a:b", "train-step"])
+    found = asked(parser().parse_args([*argv, *texts, "--no-cache"]), ["a", "a:b", "train-step"])
+    assert not found["cache"]
     assert found["ratios"] == {
         "train-step": (0.5, 0.5),
         "a:b": {"[0]['x:y'].0": (1.0, 0.0)},

@@ -301,3 +301,32 @@ def test_the_command_line(
     only = ("planned in", "gain", "        ", "hapsynth search: ")
     certificate = lambda text: [line for line in text.splitlines() if not line.startswith(only)]
     assert certificate(first) == certificate(second.out) == certificate(third.out)
+
+
+FUNCTIONS: dict[str, Any] = {"train": step, "eval": lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)}
+OTHERS_OF_SEVERAL: dict[str, dict[str, Any]] = {
+    "another of the functions": {"functions": {**FUNCTIONS, "eval": lambda w, x: jnp.sum(x @ w)}},
+    "another name": {"functions": {"train": FUNCTIONS["train"], "loss": FUNCTIONS["eval"]}},
+    "another frequency": {"frequency": {"eval": 0.5}},
+    "a state that is said": {"state": {"eval": {"[0]": "[0]"}}},
+}
+
+
+def test_plans_of_several_functions(folder: Path, searches: list[int], unequal: Cluster, tmp_path: Path) -> None:
+    def planned(functions: Any = FUNCTIONS, **options: Any) -> hapsynth.Plans:
+        args = dict.fromkeys(functions, arguments())
+        return hapsynth.synthesize_several(functions, args, unequal, leave_out=False, **options)
+
+    planned(cache=False)
+    planned(time_budget_s=60.0)
+    assert not entries(folder)
+    planned().save(tmp_path / "first.json")
+    before = len(searches)
+    again = planned(time_budget_s=60.0)
+    assert len(searches) == before
+    assert {*again["eval"].result.timings_s} == {"trace_s", "cache_s", "total_s"}
+    again.save(tmp_path / "again.json")
+    assert (tmp_path / "first.json").read_text() == (tmp_path / "again.json").read_text()
+    for known, (what, other) in enumerate(OTHERS_OF_SEVERAL.items(), 2):
+        planned(**other)
+        assert len(entries(folder)) == known, what
