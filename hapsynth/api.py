@@ -65,6 +65,7 @@ def synthesize(
     overlap: bool = PlanningOptions.overlap,
     joint_gap: float | None = PlanningOptions.joint_gap,
     cache: bool = True,
+    donate: bool = True,
 ) -> Plan[P, R]:
     """Find the cheapest distributed program of `fn` on a cluster (HAP, EuroSys'24, with a proof of optimality).
 
@@ -130,6 +131,7 @@ def synthesize(
         cache: Whether the plan is looked for in the plan cache first (in HAPSYNTH_CACHE_DIR, or the user's cache;
             HAPSYNTH_CACHE_DIR=off switches it off), and kept there if the search ended by itself. What was planned
             before, by this very version, for the same function, shapes, cluster and options, then takes no search.
+        donate: Whether a call consumes carried state, as of `Plan`.
 
     Raises:
         TraceError: for arguments or functions that cannot be planned.
@@ -216,7 +218,7 @@ def synthesize(
         devices,
         [traced],
         cluster,
-        {**asked, "form": form},
+        {**asked, "form": form, "donate": donate},
         search,
         lambda found: found_to_dict(*found, cluster),
         partial(read, PLANNED_ONCE),
@@ -224,4 +226,4 @@ def synthesize(
     timings = {"trace_s": trace_s, **result.timings_s, "total_s": time.perf_counter() - began}
     result = replace(result, timings_s=timings)
     tell_without_overlap(options, result)
-    return Plan(traced, result, cluster, devices, fn=fn, form=form)
+    return Plan(traced, result, cluster, devices, fn=fn, donate=donate, form=form)

@@ -196,6 +196,7 @@ def synthesize_several(
     overlap: bool = PlanningOptions.overlap,
     joint_gap: float | None = PlanningOptions.joint_gap,
     cache: bool = True,
+    donate: bool = True,
 ) -> Plans:
     """Plan functions with one state, e.g. `{"train": step, "eval": loss, "init": init}`: the plan of one takes it as
     another's leaves it, and the sum of their costs, each as often as it is called, is the least.
@@ -308,14 +309,14 @@ def synthesize_several(
         }
 
     functions_traced = [role.traced for role in shared.roles.values()]
-    told = {**requested, "form": form}
+    told = {**requested, "form": form, "donate": donate}
     searched = searched_once(devices, functions_traced, cluster, told, search, to_dict, partial(read, PLANNED_ONCE))
     total = time.perf_counter() - began
     found: dict[str, _Found] = {}
     for name, (of, result) in searched.found.items():
         timings = {"trace_s": trace_s, **result.timings_s, "total_s": total}
         found[name] = of, replace(result, timings_s=timings), cluster
-    plans = _stored_alike(found, shared.roles, functions, devices, form)
+    plans = _stored_alike(found, shared.roles, functions, devices, donate=donate, form=form)
     for name, plan in plans.items():
         tell_without_overlap(options, plan.result, f" of {name!r}")
     return Plans(plans, shared.named_after, weights, searched.alone, searched.bound, said)
@@ -328,7 +329,9 @@ def load_plans(
     mesh: jax.sharding.Mesh | None = None,
     *,
     example_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    donate: bool = True,
     form: Form = "auto",
+    overlap: bool = False,
 ) -> Plans:
     """Read what `Plans.save` wrote, of the same functions; all else as `hapsynth.load`."""
     if mesh is not None:
@@ -354,7 +357,8 @@ def load_plans(
         n: plan_from(f"{where}: {n!r}", saved[n], functions[n], args[n], kwargs.get(n), names=_called(n)) for n in saved
     }
     roles = shared_state({n: traced for n, (traced, *_) in read.items()}, said, named_after).roles
-    return Plans(_stored_alike(read, roles, functions, mesh, form), named_after, weights, alone, bound, said)
+    plans = _stored_alike(read, roles, functions, mesh, donate=donate, form=form, overlap=overlap)
+    return Plans(plans, named_after, weights, alone, bound, said)
 
 
 def _with_state(name: str, plan: Plan, role: Role, kept: Mapping[int, StatePlacement], like: Plan) -> Plan:
@@ -385,11 +389,11 @@ def _stored_alike(
     roles: Mapping[str, Role],
     functions: Functions,
     mesh: jax.sharding.Mesh | None,
-    form: Form,
+    **options: Any,
 ) -> dict[str, Plan]:
-    """The plans, each in its own form, but that where one stores an unevenly cut state at exact size, those that would
-    pad it run staged."""
-    plans = {n: Plan(*of, mesh, functions[n], form=form) for n, of in found.items()}
+    """The plans, with `options` of `Plan`, each in its own form, but that where one stores an unevenly cut state at
+    exact size, those that would pad it run staged."""
+    plans = {n: Plan(*of, mesh, functions[n], **options) for n, of in found.items()}
     uneven = [n for n, plan in plans.items() if _is_uneven(placements(roles[n], plan.program, plan.sizes))]
     exact = next((n for n in uneven if holds_exact(plans[n].form)), None)
     if exact is None:

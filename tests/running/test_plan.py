@@ -141,8 +141,7 @@ def test_random_arguments_index_whole_tables() -> None:
 
 
 def test_without_donation_nothing_is_consumed() -> None:
-    made = make_plan(step, step_args())
-    plan = Plan(made.traced, made.result, made.cluster, mesh_of(), step, donate=False)
+    plan = hapsynth.synthesize(step, step_args(), mesh_of(), donate=False)
     state, batch = plan.shard(*step_args())
     plan(state, batch)
     plan(state, batch)

@@ -115,6 +115,18 @@ def test_a_profile_from_elsewhere_is_warned_of_at_the_users_line(tmp_path: Path)
     assert {w.filename for w in (*made, *read)} == {__file__}
 
 
+def test_what_calls_consume_and_what_goes_beside_computing(tmp_path: Path) -> None:
+    mesh, file = first_devices(4), tmp_path / "plans.json"
+    kept = hapsynth.synthesize_several(FUNCTIONS, ARGS, mesh, cluster=CLUSTER, leave_out=False, donate=False)
+    kept.save(file)
+    with pytest.warns(hapsynth.OverlapWarning, match="one process holds all devices"):
+        loaded = hapsynth.load_plans(file, FUNCTIONS, ARGS, mesh, donate=False, overlap=True)
+    for each in (kept, loaded):
+        state, x = each["train"].shard(*ARGS["train"])
+        again = [each["train"](state, x)[1] for _ in range(2)]
+        assert again[0] == again[1]
+
+
 def test_one_function_and_any_number() -> None:
     plans = planned({"train": train}, {"train": ARGS["train"]}, frequency={"train": np.float32(2)})
     assert plans.frequency == {"train": 2.0}
