@@ -67,15 +67,20 @@ class Plan(Planned, Generic[P, R]):
         An error from the run itself carries a note that names the state it consumed. Under `jax_debug_nans` and
         `jax_debug_infs`: FloatingPointError as `jax.jit` raises it, in all processes, and nothing is consumed.
         """
+        return self._called(args, kwargs)
+
+    def _called(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], record: Callable[[RecordedCall], None] | None = None
+    ) -> Any:
         asked = _jax.looked_for()
         if asked:
             with _jax.unlooked():
-                lowered, made = self._run(args, kwargs, donate=False)
+                lowered, made = self._run(args, kwargs, donate=False, record=record)
             found = strange_results(lowered.mesh, self.traced.out_paths, made, asked)
             if found is not None:
                 raise_strange(self, found, args, kwargs)
         else:
-            lowered, made = self._run(args, kwargs, donate=self._donate)
+            lowered, made = self._run(args, kwargs, donate=self._donate, record=record)
         out: list[Any] = [None] * self.traced.out_tree.num_leaves
         for i, leaf in self.traced.out_static_leaves.items():
             out[i] = leaf
@@ -96,17 +101,18 @@ class Plan(Planned, Generic[P, R]):
         platform = lowered.local.platform
         if not isinstance(lowered, Staged) and platform != "cpu":
             raise ValueError(f"on {platform} a program's collectives are in what jax.profiler.trace writes: use that")
-        self._recording = True
-        try:
-            results = self(*args, **kwargs)
-        finally:
-            self._recording = False
-        # A first call may have changed the form.
-        recorded = self.lowered_for(self._donate and not _jax.looked_for()).recorded
-        assert recorded is not None
+        told: list[RecordedCall] = []
+        results = self._called(args, kwargs, told.append)
+        (recorded,) = told
         return results, recorded
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], donate: bool) -> tuple[Lowered | Staged, list[Any]]:
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        donate: bool,
+        record: Callable[[RecordedCall], None] | None,
+    ) -> tuple[Lowered | Staged, list[Any]]:
         """The form that ran, and the stored results that it made."""
         lowered = self.lowered_for(donate)
         leaves = self.arguments.flatten(args, kwargs)
@@ -117,8 +123,7 @@ class Plan(Planned, Generic[P, R]):
         returned = False
         try:
             lowered = self.lowered_for(donate)
-            lowered.recording = self._recording
-            made = lowered(stored)
+            made = lowered(stored, record)
             returned = True
         except Exception as error:
             lost = [p for p, x in zip(self.traced.in_paths, stored) if x.is_deleted()]
@@ -129,7 +134,6 @@ class Plan(Planned, Generic[P, R]):
                 error.add_note(f"hapsynth: the call had consumed these arguments, which are lost: {', '.join(lost)}")
             raise
         finally:
-            lowered.recording = False
             after_call(self, returned)
         return lowered, made
 

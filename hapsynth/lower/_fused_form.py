@@ -3,7 +3,7 @@ collectives on the same wires (decisions.md D2)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from hapsynth.lower._control_flow import Env
 from hapsynth.lower._device_groups import Positions, alike
 from hapsynth.lower._exact_storage import ExactStorage, Shards
 from hapsynth.lower._mesh_position import MeshPosition
+from hapsynth.lower._recorded_call import RecordedCall
 from hapsynth.lower._storage import Storage, local_positions
 from hapsynth.lower._switch_form import Lowered
 
@@ -40,11 +41,11 @@ class Fused(Lowered):
         self.own = self.own or tuple(local_positions(self.mesh))
         assert len(alike(self.sizes, self.own)) == 1, "devices of unlike shares have no program in common"
 
-    def __call__(self, stored: Sequence[Any]) -> list[Any]:
+    def __call__(self, stored: Sequence[Any], record: Callable[[RecordedCall], None] | None = None) -> list[Any]:
         kept = zip((*self.inputs, *self.constants), (*stored, *self.placed_constants), strict=True)
         # Compiled also where JAX runs functions op by op.
         with _jax.on_mesh(self.mesh), jax.disable_jit(False):
-            made = self.run([_exact(storage).joined(x) for storage, x in kept])
+            made = self.run([_exact(storage).joined(x) for storage, x in kept], record)
         for x, donated in zip(stored, self.donated, strict=True):
             if donated and isinstance(x, Shards):
                 # What was consumed is the joined array.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -70,8 +70,7 @@ class LoweredProgram(ABC):
     which inputs a call consumes. `platform` is by default that of the mesh's devices. `latencies`: by which XLA is to
     schedule it, where it is prepared. `scheduled`: the program's order is a schedule of what is computed beside its
     collectives, which XLA is held to where these are pinned. `memory_limit_bytes`: of the device of this process that
-    has the least. `traces` counts how often the program was traced: once, however often it is called. With `recording`
-    a call leaves in `recorded` when each collective ran and was waited for.
+    has the least. `traces` counts how often the program was traced: once, however often it is called.
     """
 
     graph: Graph
@@ -85,8 +84,6 @@ class LoweredProgram(ABC):
     scheduled: bool = False
     memory_limit_bytes: float = inf
     traces: int = 0
-    recording: bool = False
-    recorded: RecordedCall | None = None
     inputs: tuple[Storage, ...] = field(init=False)
     constants: tuple[Storage, ...] = field(init=False)
     outputs: tuple[Storage | None, ...] = field(init=False)
@@ -121,6 +118,11 @@ class LoweredProgram(ABC):
             # What JAX could not reuse it would warn of.
             donated[source] = out is not None and self.inputs[source].is_alike(out)
         self.donated = tuple(donated)
+
+    @abstractmethod
+    def __call__(self, stored: Sequence[Any], record: Callable[[RecordedCall], None] | None = None) -> list[Any]:
+        """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed. `record` is told
+        when each collective ran and was waited for."""
 
     def _stored(self, value: int, layout: Layout) -> Storage:
         return self.storage.of(self.graph, self.sizes, value, layout, self.mesh)

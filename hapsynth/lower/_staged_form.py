@@ -101,12 +101,12 @@ class Staged(LoweredProgram):
 
     storage = ExactStorage
 
-    def __call__(self, stored: Sequence[Any]) -> list[Any]:
-        """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
+    def __call__(self, stored: Sequence[Any], record: Callable[[RecordedCall], None] | None = None) -> list[Any]:
         _ = self.compiled
         # Stages are compiled programs, also where JAX runs functions op by op.
         with _jax.no_mesh(), jax.disable_jit(False):
-            run = Run(self, [*stored, *self.placed_constants])
+            recorder = None if record is None else Recorder()
+            run = Run(self, [*stored, *self.placed_constants], recorder)
             self.meetings.begin(stored)
             try:
                 run.items(self.items)
@@ -115,7 +115,8 @@ class Staged(LoweredProgram):
                 raise
             outputs = run.outputs()
             self.meetings.end(outputs)
-            self.recorded = run.ended(outputs)
+            if record is not None and recorder is not None:
+                record(recorder.call([parts(x) for x in outputs]))
             return outputs
 
     def lower(self) -> LoweredStages:
@@ -451,8 +452,8 @@ def _flat(items: Sequence[Item], runs: int = 1) -> dict[LocalStage | CollectiveS
 class Run:
     """One call: what each group has at hand."""
 
-    def __init__(self, staged: Staged, stored: Sequence[Any]) -> None:
-        self.staged = staged
+    def __init__(self, staged: Staged, stored: Sequence[Any], record: Recorder | None) -> None:
+        self.staged, self.record = staged, record
         names = [(v, staged.program.inputs[v]) for v in staged.graph.sources]
         self.envs: list[Env] = [{} for _ in staged.groups]
         for name, x in zip(names, stored, strict=True):
@@ -466,7 +467,6 @@ class Run:
         self.under_way: dict[CollectiveStage, Transfer] = {}
         # Where processes meet at every collective, the call tells how long each computes by itself.
         self.call = OverlappedCall() if staged.overlap and not staged.meetings.now else None
-        self.record = Recorder() if staged.recording else None
 
     def items(self, items: Sequence[Item]) -> None:
         for item in items:
@@ -535,12 +535,6 @@ class Run:
         """The call has failed."""
         if self.call is not None:
             self.call.abandon()
-
-    def ended(self, outputs: Sequence[Any]) -> RecordedCall | None:
-        """What was recorded, once there are results."""
-        if self.record is None:
-            return None
-        return self.record.call([parts(x) for x in outputs])
 
     def local(self, stage: LocalStage) -> None:
         staged = self.staged

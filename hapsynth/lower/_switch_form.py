@@ -32,7 +32,7 @@ from hapsynth.lower._control_flow import Env, Run, run_cond, run_loop
 from hapsynth.lower._lowered_form import LoweredProgram, held_bytes
 from hapsynth.lower._mesh_position import MeshPosition
 from hapsynth.lower._pinned import Chain, compile_with
-from hapsynth.lower._recorded_call import record_program
+from hapsynth.lower._recorded_call import RecordedCall, record_program
 from hapsynth.lower._scopes import scope_of_step
 from hapsynth.lower._storage import Storage, cut_to, pad_to, with_weak_type
 
@@ -47,16 +47,17 @@ class Lowered(LoweredProgram):
     sinks: ClassVar[int] = 0
     """How many more results it has, which keep collectives alive."""
 
-    def __call__(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """Run on the stored inputs; the stored outputs. Arguments that are `donated` are consumed."""
+    def __call__(
+        self, stored: Sequence[jax.Array], record: Callable[[RecordedCall], None] | None = None
+    ) -> list[jax.Array]:
         # Compiled also where JAX runs functions op by op.
         with _jax.on_mesh(self.mesh), jax.disable_jit(False):
-            return self.run([*stored, *self.placed_constants])
+            return self.run([*stored, *self.placed_constants], record)
 
-    def run(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def run(self, arrays: Sequence[jax.Array], record: Callable[[RecordedCall], None] | None) -> list[jax.Array]:
         """The function's results."""
         self.catch_up([*arrays, *self._last])
-        if not self.recording:
+        if record is None:
             made = (self.compiled or self.function)(*arrays)
             if self.catches_up:
                 # All results are there at once, and this one keeps the least memory.
@@ -64,7 +65,8 @@ class Lowered(LoweredProgram):
             return made
         if self.compiled is None:
             self._compile()
-        made, self.recorded = record_program(self.compiled, arrays)
+        made, recorded = record_program(self.compiled, arrays)
+        record(recorded)
         return made
 
     def prepare(self) -> str:

@@ -85,7 +85,6 @@ class Planned(ABC):
         self._donate = donate
         self._asked: Form = form
         self._asked_overlap = overlap or result.overlap
-        self._recording = False
         self._no_room = ""
         """Why overlap that was asked for does not fit."""
         self._forms: dict[bool, Lowered | Staged] = {}

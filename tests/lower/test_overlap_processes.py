@@ -96,7 +96,6 @@ CODE = (
 
     # What is recorded: one after another, and the wait is part of the call.
     (kept, _), recorded = plan.recorded(kept, batch)
-    assert not plan.lowered.recording
     ran = sorted((c.began_s, c.ended_s) for c in recorded.collectives)
     assert len(ran) == stages and all(a[1] <= b[0] for a, b in zip(ran, ran[1:]))
     assert 0 <= recorded.exposed_s < recorded.total_s and ran[-1][1] <= recorded.total_s

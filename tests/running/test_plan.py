@@ -19,6 +19,7 @@ from slow_devices import thin_cluster
 import hapsynth
 from hapsynth.graph.trace import trace
 from hapsynth.instructions.testing.example_arguments import random_arguments
+from hapsynth.lower import _staged_form
 from hapsynth.plan import Plan
 from hapsynth.running.sharded_array import ShardedArray
 
@@ -280,3 +281,19 @@ def test_a_call_is_recorded_in_the_form_that_it_comes_to(monkeypatch: pytest.Mon
     assert plan.form == "staged"
     assert recorded.collectives
     np.testing.assert_allclose(plan.unshard(made), fn(w, x), rtol=1e-4)
+
+
+def test_a_call_beside_one_that_is_recorded_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = hapsynth.synthesize(step, step_args(), mesh_of(), form="staged")
+    begun, others = list[Any](), list[Any]()
+    recorder = _staged_form.Recorder
+    monkeypatch.setattr(_staged_form, "Recorder", lambda: begun.append(1) or recorder())
+
+    def another_thread(plan: Plan, stored: Any, donate: bool) -> None:
+        if not others:
+            others.append(1)
+            plan(*step_args())
+
+    monkeypatch.setattr("hapsynth.plan.before_call", another_thread)
+    plan.recorded(*step_args())
+    assert len(begun) == len(others) == 1
