@@ -103,8 +103,9 @@ class OneStaged(Staged):
         wires = map(self.wire, self.sent(stage.steps))
         return [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=here) for w in wires]
 
-    def __call__(self, stored: Sequence[Any]) -> list[Any]:
-        """Runs one step on the device's shards of inputs and constants; its outputs. Donated inputs are consumed."""
+    def __call__(self, stored: Sequence[Any], record: Any = None) -> list[Any]:
+        """Runs one step on the device's shards of inputs and constants; its outputs. Donated inputs are consumed,
+        and nothing is recorded."""
         names = ((v, self.program.inputs[v]) for v in self.graph.sources)
         env: dict[Name, Any] = dict(zip(names, stored, strict=True))
         wires: list[Any] = []
@@ -160,7 +161,7 @@ class OneSwitch(Lowered):
     def _place(self) -> jax.Array:
         return jax.device_put(np.array(self.place, np.int32), self.device)
 
-    def __call__(self, stored: Sequence[Any]) -> list[Any]:
+    def __call__(self, stored: Sequence[Any], record: Any = None) -> list[Any]:
         """As `OneStaged` does, on padded shards."""
         return self.function(self._place, *stored)
 
