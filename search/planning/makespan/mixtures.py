@@ -1,7 +1,7 @@
 """Programs put together from parts of others: the shortest, as far as chains tell.
 
 Where two programs differ, their variables fall into patches (`solver/patches.py`), each of which may be taken from
-either. Those of several programs that share a variable or an edge exclude each other. A mixed-integer program takes
+either. Those of several programs that share a variable or an edge exclude each other. A constraint program takes
 those with which the longest chain is the shortest. Of the programs that limit a bound it is the restricted master
 problem of column generation, with integers (price and branch): the convex combination of them that the linear program
 finds is as short as the bound allows, and a mixture of them is often nearly so.
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array
 
 from hapsynth.search.cost.model import Floats
@@ -22,8 +21,11 @@ from hapsynth.search.planning.makespan.branches import Seen
 from hapsynth.search.solver import Ints
 from hapsynth.search.solver.patches import patches
 
-_NODES = 200
-"""Of a mixed-integer program, so that it ends, at the same mixture each time."""
+_EFFORT = 1.0
+"""In CP-SAT's deterministic time, about seconds, so that it ends, at the same mixture each time. HiGHS takes two to
+four times as long for mixtures as short, and in late rounds of BERT more than a minute, at its root node."""
+_TICKS = 1_000_000
+"""The number of units of time into which the longest chain is divided."""
 
 
 class _Patch(NamedTuple):
@@ -86,21 +88,27 @@ def _exclusive(every: Sequence[_Patch], ends: Ints, size: int) -> Ints:
 
 
 def _shortest(lengths: Floats, changes: Floats, exclusive: Ints, tolerance: float) -> list[int]:
-    """The patches with which the longest of some chains is the shortest. `lengths`: [chains] without any; `changes`:
-    [chains, patches]."""
-    chains, count = changes.shape
-    unit = float(lengths.max()) or 1.0
-    rows = np.column_stack([changes / unit, -np.ones(chains)])
-    limits = [LinearConstraint(rows, -np.inf, -lengths / unit)]  # pyright: ignore[reportArgumentType]
-    if exclusive.size:
-        at = np.repeat(np.arange(len(exclusive)), 2), exclusive.ravel()
-        either = coo_array((np.ones(exclusive.size), at), shape=(len(exclusive), count + 1)).tocsr()
-        limits.append(LinearConstraint(either, -np.inf, 1.0))  # pyright: ignore[reportArgumentType]
-    found = milp(
-        np.array([0.0] * count + [1.0]),
-        constraints=limits,
-        integrality=np.array([1] * count + [0]),
-        bounds=Bounds(np.zeros(count + 1), np.array([1.0] * count + [np.inf])),  # pyright: ignore[reportArgumentType]
-        options={"node_limit": _NODES, "mip_rel_gap": tolerance},
-    )
-    return [] if found.x is None else np.flatnonzero(found.x[:count] > 0.5).tolist()
+    """The patches with which the longest of some chains is the shortest that is found. `lengths`: [chains] without any;
+    `changes`: [chains, patches]."""
+    from ortools.sat.python import cp_model
+
+    unit = (float(lengths.max()) or 1.0) / _TICKS
+    model = cp_model.CpModel()
+    takes = [model.new_bool_var("") for _ in changes.T]
+    longest = model.new_int_var(0, _TICKS, "")
+    for length, row in zip(np.rint(lengths / unit).tolist(), np.rint(changes / unit).astype(int), strict=True):
+        some = np.flatnonzero(row).tolist()
+        longer = cp_model.LinearExpr.weighted_sum([takes[k] for k in some], row[some].tolist())
+        model.add(longer + int(length) <= longest)
+    for one, other in exclusive.tolist():
+        model.add_at_most_one(takes[one], takes[other])
+    for take in takes:
+        model.add_hint(take, False)
+    model.minimize(longest)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = _EFFORT
+    solver.parameters.relative_gap_limit = tolerance
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return []
+    return [k for k, take in enumerate(takes) if solver.value(take)]

@@ -275,9 +275,9 @@ class MakespanSearch:
         (branch and bound, least bound first)."""
         self._by_level, self._whole.ended, self._whole.most = True, False, np.inf
         rounds = int(np.clip(_STATES_OF_BOUND // sum(map(len, self.structure.choices)), *_ROUNDS_OF_BOUND))
-        self._mixed_in_vain, rises = 0, list[float]()
-        while len(rises) < rounds and self.best and not self.search.clock.late():
-            gap, lately = self.best.makespan_s - self.bound, rises[-_PATIENCE:]
+        self._mixed_in_vain, closed = 0, list[float]()
+        while len(closed) < rounds and self.best and not self.search.clock.late():
+            gap, lately = self.best.makespan_s - self.bound, closed[-_PATIENCE:]
             if self.best.makespan_s <= self.bound * (1 + TOLERANCE):
                 break
             if len(lately) == _PATIENCE and sum(lately) < gap * _LEAST_CLOSED * len(self.branches):
@@ -287,9 +287,11 @@ class MakespanSearch:
             stands |= self._at.most - self._at.bound < _LEAST_RISE * gap
             if stands and not self._part():
                 break
-            before = self._at.bound
+            bound, makespan = self._at.bound, self.best.makespan_s
             self.run(1)
-            rises.append(min(self._at.bound, self.best.makespan_s) - before)
+            # A better program counts in all branches.
+            shorter = (makespan - self.best.makespan_s) * len(self.branches)
+            closed.append(min(self._at.bound, self.best.makespan_s) - bound + shorter)
         self._at = self._whole
         self._mix()
 
