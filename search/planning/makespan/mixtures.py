@@ -24,6 +24,8 @@ from hapsynth.search.solver.patches import patches
 _EFFORT = 1.0
 """In CP-SAT's deterministic time, about seconds, so that it ends, at the same mixture each time. HiGHS takes two to
 four times as long for mixtures as short, and in late rounds of BERT more than a minute, at its root node."""
+_KEPT = 2
+"""The number of mixtures kept. Some that chains take to be longer are scheduled in less time."""
 _TICKS = 1_000_000
 """The number of units of time into which the longest chain is divided."""
 
@@ -36,11 +38,12 @@ class _Patch(NamedTuple):
     changes: Floats
 
 
-def mixture(
+def mixtures(
     space: ChainSpace, chains: Sequence[Chain], base: Seen, others: Sequence[Seen], tolerance: float
-) -> Ints | None:
-    """The choices of a program, `base`, with patches of others; None where there are fewer than two, or it is the
-    shortest as it is."""
+) -> list[Ints]:
+    """The choices of programs, `base` with patches of others: the shortest that is found, and the last ones before it,
+    each shorter than the one that follows. None where there are fewer than two patches, or `base` is the
+    shortest."""
     st = space.structure
     ends, size = st.joined_variables, base.choices.size
     places = np.concatenate([chain.places for chain in chains])
@@ -62,14 +65,16 @@ def mixture(
             found.setdefault((variables.tobytes(), states.tobytes()), _Patch(variables, states, changes[:, k]))
     every = [*found.values()]
     if len(every) < 2:
-        return None
+        return []
     changes = np.array([patch.changes for patch in every]).T
     lengths = np.array([chain.length(base.taken) for chain in chains])
-    taken = _shortest(lengths, changes, _exclusive(every, ends, size), tolerance)
-    choices = base.choices.copy()
-    for patch in (every[k] for k in taken):
-        choices[patch.variables] = patch.states
-    return choices if taken else None
+    mixed = list[Ints]()
+    for taken in _shortest(lengths, changes, _exclusive(every, ends, size), tolerance):
+        choices = base.choices.copy()
+        for patch in (every[k] for k in taken):
+            choices[patch.variables] = patch.states
+        mixed += [choices] if taken else []
+    return mixed
 
 
 def _adjacent(ends: Ints, size: int) -> csr_array:
@@ -87,9 +92,9 @@ def _exclusive(every: Sequence[_Patch], ends: Ints, size: int) -> Ints:
     return np.stack(both.coords, axis=1)[both.coords[0] < both.coords[1]]
 
 
-def _shortest(lengths: Floats, changes: Floats, exclusive: Ints, tolerance: float) -> list[int]:
-    """The patches with which the longest of some chains is the shortest that is found. `lengths`: [chains] without any;
-    `changes`: [chains, patches]."""
+def _shortest(lengths: Floats, changes: Floats, exclusive: Ints, tolerance: float) -> list[list[int]]:
+    """The patches with which the longest of some chains is the shortest that is found, and with which it was found to
+    be nearly as short. `lengths`: [chains] without any; `changes`: [chains, patches]."""
     from ortools.sat.python import cp_model
 
     unit = (float(lengths.max()) or 1.0) / _TICKS
@@ -109,6 +114,11 @@ def _shortest(lengths: Floats, changes: Floats, exclusive: Ints, tolerance: floa
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = _EFFORT
     solver.parameters.relative_gap_limit = tolerance
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return []
-    return [k for k, take in enumerate(takes) if solver.value(take)]
+    found = list[list[int]]()
+
+    class Kept(cp_model.CpSolverSolutionCallback):
+        def on_solution_callback(self) -> None:
+            found.append([k for k, take in enumerate(takes) if self.value(take)])
+
+    solver.solve(model, Kept())
+    return found[: -_KEPT - 1 : -1]

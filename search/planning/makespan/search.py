@@ -35,7 +35,7 @@ from hapsynth.search.planning.candidate import Candidate
 from hapsynth.search.planning.effort import LAST_S
 from hapsynth.search.planning.makespan.branches import Branch, Seen, unlike_uses
 from hapsynth.search.planning.makespan.clocks import first_devices, kinds_of_groups, least_seconds, resources
-from hapsynth.search.planning.makespan.mixtures import mixture
+from hapsynth.search.planning.makespan.mixtures import mixtures
 from hapsynth.search.planning.master_problem import limiting_weights, nearest_weights
 from hapsynth.search.planning.search_at_ratios import FixedRatioSearch
 from hapsynth.search.scheduling.critical_path import PathStep, critical_path
@@ -67,9 +67,8 @@ counts for all branches. The gap of the MLP of examples/ fell from 36 to 21 % in
 % in 480."""
 _MIXTURES = 2
 """Mixtures of the last program with this many of the best ones."""
-_MIXED_ABOVE, _MIXED_IN_VAIN = 0.02, 32
-"""In branches programs are mixed while the gap is above the first, and until so many rounds in a row brought up no
-better one: that takes as long as the rounds themselves."""
+_MIXED_ABOVE = 0.02
+"""In branches programs are mixed while the gap is above this: that takes as long as the rounds themselves."""
 _BASES = 4
 """The number of bound-limiting programs into which the others are mixed."""
 _LEAST_WEIGHT, _LEAST_BY_LEVEL = 2e-2, 4e-3
@@ -146,7 +145,6 @@ class MakespanSearch:
         """The places in `seen` of the programs that were scheduled."""
         self._mixed = set[tuple[int, ...]]()
         """What was mixed, by their identities, and by how many chains and paths it was judged."""
-        self._mixed_in_vain = 0
         self._lengths: list[list[float]] = []
         """Seconds of the first chains in each program seen."""
         begun_from = (
@@ -198,9 +196,7 @@ class MakespanSearch:
                 return
             self._solve(weights)
             if at is self._whole or self._may_mix():
-                before = self.best
                 self._mix()
-                self._mixed_in_vain = 0 if self.best is not before else self._mixed_in_vain + 1
             # Programs suggest the next weights: where none is known there is nothing to go by yet.
             at.begun = bool(self._seen_in(at))
             at.ended |= self.best is not None and self.best.makespan_s <= at.bound * (1 + TOLERANCE)
@@ -275,7 +271,7 @@ class MakespanSearch:
         (branch and bound, least bound first)."""
         self._by_level, self._whole.ended, self._whole.most = True, False, np.inf
         rounds = int(np.clip(_STATES_OF_BOUND // sum(map(len, self.structure.choices)), *_ROUNDS_OF_BOUND))
-        self._mixed_in_vain, closed = 0, list[float]()
+        closed = list[float]()
         while len(closed) < rounds and self.best and not self.search.clock.late():
             gap, lately = self.best.makespan_s - self.bound, closed[-_PATIENCE:]
             if self.best.makespan_s <= self.bound * (1 + TOLERANCE):
@@ -522,9 +518,7 @@ class MakespanSearch:
 
     def _may_mix(self) -> bool:
         """Whether programs are worth mixing in branches."""
-        if self.best is None or self._mixed_in_vain >= _MIXED_IN_VAIN:
-            return False
-        return self.best.makespan_s > self.bound * (1 + _MIXED_ABOVE)
+        return self.best is not None and self.best.makespan_s > self.bound * (1 + _MIXED_ABOVE)
 
     def _mix(self) -> None:
         """Look for better programs among the mixtures of the last one with the best, and of those that limit the
@@ -574,8 +568,7 @@ class MakespanSearch:
         if known in self._mixed or self.search.clock.late():
             return
         self._mixed.add(known)
-        choices = mixture(self.space, chains, base, others, TOLERANCE)
-        if choices is not None:
+        for choices in mixtures(self.space, chains, base, others, TOLERANCE):
             self._look(choices)
 
 

@@ -12,7 +12,7 @@ from assignments import CASES, Space, case, programs, random_assignment, random_
 
 from hapsynth.search.formulation.chains import Chain
 from hapsynth.search.planning.makespan.branches import Seen
-from hapsynth.search.planning.makespan.mixtures import mixture
+from hapsynth.search.planning.makespan.mixtures import mixtures
 from hapsynth.search.solver import Ints
 
 TOLERANCE = 1e-6
@@ -23,8 +23,8 @@ def seen(given: Space, choices: Ints) -> Seen:
     return Seen(choices, given.costs.occupancy(choices.tolist()))
 
 
-def mixed_into(given: Space, chains: Sequence[Chain], base: Ints, others: Sequence[Ints]) -> Ints | None:
-    return mixture(given.chains, chains, seen(given, base), [seen(given, x) for x in others], TOLERANCE)
+def mixed_into(given: Space, chains: Sequence[Chain], base: Ints, others: Sequence[Ints]) -> list[Ints]:
+    return mixtures(given.chains, chains, seen(given, base), [seen(given, x) for x in others], TOLERANCE)
 
 
 def longest(given: Space, chains: Sequence[Chain], choices: Ints) -> float:
@@ -72,8 +72,10 @@ def test_none_of_the_same_parts_is_shorter(name: str) -> None:
             continue
         chains = [*given.chains.alone, *(random_chain(given, rng) for _ in range(6))]
         found = mixed_into(given, chains, base, others)
-        mixed = base if found is None else found
-        assert np.isfinite(problem.cost(mixed))
+        assert all(np.isfinite(problem.cost(each)) for each in found)
+        lengths = [longest(given, chains, each) for each in found]
+        assert lengths == sorted(lengths)
+        mixed = found[0] if found else base
         got = longest(given, chains, mixed)
         # Of two parts that an edge joins one alone is taken, though both may be possible.
         least = min(longest(given, chains, each) for each in possible(given, base, others))
@@ -92,4 +94,4 @@ def test_none_of_the_same_parts_is_shorter(name: str) -> None:
 def test_a_program_has_no_mixture_with_itself(name: str) -> None:
     given = case(name)
     base = np.array(given.search.choices.replicated())
-    assert mixed_into(given, given.chains.alone, base, [base]) is None
+    assert mixed_into(given, given.chains.alone, base, [base]) == []
