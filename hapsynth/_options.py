@@ -1,5 +1,5 @@
-"""Options of `synthesize` and of what adapts plans, checked before any work; `ratios` parsed: fractions for all or some
-dimension classes."""
+"""Options of `synthesize`, `synthesize_several` and what adapts plans, checked before any work; `ratios` parsed:
+fractions for all or some dimension classes."""
 
 from __future__ import annotations
 
@@ -151,6 +151,15 @@ def check_positive(name: str, value: Any, unit: str) -> None:
         raise TypeError(f"{name} is {value!r}; give a number of {unit}")
     if not float(value) > 0:
         raise ValueError(f"{name} is {value!r}; give a positive number of {unit}")
+
+
+def check_tolerance(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}; give a number, at least 0, or None")
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name} is {value!r}; give a finite number, at least 0")
 
 
 def check_count(name: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import hapsynth
 from hapsynth import _jax, checkpoint
 from hapsynth._files import write_text
-from hapsynth._options import check_planned, check_positive
+from hapsynth._options import check_planned, check_tolerance
 from hapsynth.adapting.rebalance import THRESHOLD, propose, slowdowns
 from hapsynth.adapting.reshape import Buckets, for_shapes
 from hapsynth.export import in_shardings, out_shardings, source_of
@@ -257,8 +257,7 @@ class Plan(Planned, Generic[P, R]):
         Raises RuntimeError for a plan that has no function, or no devices, and where another process can't run the
         function; TypeError or ValueError, before anything runs, for an `rtol` of no use.
         """
-        if rtol != 0:
-            check_positive("rtol", rtol, "times a leaf's size")
+        check_tolerance("rtol", rtol)
         return check_plan(self, self.arguments, args, kwargs, rtol)
 
     def drift(self, argument: Any, arg: int | str = 0) -> DriftReport:
@@ -309,7 +308,8 @@ class Plan(Planned, Generic[P, R]):
 
     def bucketed(self, *plans: Plan[P, R]) -> Buckets[Plan[P, R]]:
         """This plan and others that its `for_shapes` made: what a call takes is chosen by its arguments' shapes, and
-        any others are refused. Raises TypeError for what is no plan, ShapeError for one of another function."""
+        any others are refused. Raises TypeError for what is no plan, ShapeError for one of another function,
+        or two for the same shapes."""
         for plan in plans:
             check_planned("a bucket", plan)
         return Buckets([self, *plans])

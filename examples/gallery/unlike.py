@@ -20,7 +20,7 @@ def devices() -> tuple[jax.sharding.Mesh, hapsynth.Cluster]:
 def show(plan: hapsynth.Plan, arg: int) -> None:
     """Prints what was planned, and the rows that each device has of argument `arg`; asserts that these are uneven."""
     rows = [slices[0].stop - slices[0].start for slices in plan.local_slices(arg).devices.values()]
-    print(f"planned for {plan.cluster.name}: {1e3 * plan.cost:.2f} ms a step, the best at most {plan.gap:.0e} less")
+    print(f"planned for {plan.cluster.name}: {1e3 * plan.cost:.2f} ms a step, none takes over {plan.gap:.1%} less")
     print(f"rows of the batch on each device: {rows}")
     assert sum(rows) == plan.local_slices(arg).shape[0]
     assert len(set(rows)) > 1

@@ -143,10 +143,14 @@ class Buckets(Generic[P]):
     """
 
     def __init__(self, plans: Sequence[P]) -> None:
+        self.plans: dict[tuple[tuple[int, ...], ...], P] = {}
         for i, plan in enumerate(plans):
-            if plan.traced.in_tree != plans[0].traced.in_tree:
+            if _function(plan) != _function(plans[0]):
                 raise ShapeError(f"plan {i} is of another function: give what plan.for_shapes made")
-        self.plans = {_shapes(p): p for p in plans}
+            shapes = _shapes(plan)
+            if shapes in self.plans:
+                raise ShapeError(f"plan {i} is for the same shapes as one before it: give one for each")
+            self.plans[shapes] = plan
 
     def plan_for(self, *args: Any, **kwargs: Any) -> P:
         """The plan for just these shapes; ShapeError, with those that there are, for others."""
@@ -175,6 +179,12 @@ class Buckets(Generic[P]):
 
     def __repr__(self) -> str:
         return f"Buckets({len(self.plans)} of {next(iter(self.plans.values()))!r})"
+
+
+def _function(plan: Planned) -> tuple[Any, ...]:
+    """What plans of one function have in common, whatever their shapes."""
+    traced = plan.traced
+    return traced.in_tree, traced.out_tree, [_structure(op) for op in traced.graph.ops]
 
 
 def _shapes(plan: Planned) -> tuple[tuple[int, ...], ...]:

@@ -54,7 +54,7 @@ from hapsynth.report.progress import activity, progress
 from hapsynth.report.several import print_several, several_infeasible_record, several_record
 from hapsynth.report.summary import print_summary
 from hapsynth.report.tables import console
-from hapsynth.report.targets import memory_short, print_targets, targets_record
+from hapsynth.report.targets import print_targets, targets_record
 from hapsynth.report.timeline import print_step
 from hapsynth.report.what_if import advice_record, print_advice, print_remedies, remedies_record
 from hapsynth.running.form import holds_exact
@@ -340,10 +340,10 @@ def _compile(options: argparse.Namespace, session: _Session) -> int:
     difference = collectives_differ(targets)
     if difference:
         say(f"hapsynth compile: these cards can't run together: {difference}")
-    # That another card is too small is told, and no fault of the plan's.
+    # A card that the plan was not made for may be too small: that is reported, but is no error.
     short = [t for t in targets if t.in_plan and not t.error and not t.fits]
-    for t in short:
-        say(f"hapsynth compile: the plan does not fit its own devices: {memory_short(t)}")
+    if short:
+        say("hapsynth compile: the plan does not fit its own devices: " + ", ".join(t.target for t in short))
     return FAILED if difference or short or any(t.error for t in targets) else DONE
 
 

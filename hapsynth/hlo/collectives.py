@@ -64,7 +64,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device that sends does in all trips, by the usual algorithms around a ring."""
+        """Bytes sent in all trips by a device that sends at all, by the usual algorithms around a ring."""
         n = self.group
         times = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}
         return self.trips * self.held_bytes * times.get(self.op, (n - 1) / n)

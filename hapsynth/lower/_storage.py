@@ -88,7 +88,8 @@ def with_weak_type(x: Any, dtype: Any, weak: bool) -> Any:
 
 
 def put_own(x: np.ndarray, where: Any) -> jax.Array:
-    """`x`, which nobody else has, on a device of this process, or under a sharding over such, in memory of JAX's own.
+    """`x`, which no one else writes to or keeps, on a device of this process, or under a sharding over such, in
+    memory of JAX's own.
 
     JAX may read it until long after `device_put`, and on CPUs keeps it where it is aligned, with `may_alias=False` too:
     no call could use its memory again for its results.
@@ -242,9 +243,13 @@ class Storage:
         The result shares no memory with it. Not for typed keys, which no NumPy array holds.
         """
         with _jax.no_mesh():
-            places = zip(self.local_slices, self.mesh.local_devices, strict=True)
             # `make_array_from_callback` counts as an implicit transfer, which `jax.transfer_guard` refuses.
-            stored = self.of_shards([put_own(self._own_shard(read(slices)), device) for slices, device in places])
+            shards, held = list[jax.Array](), (None, np.zeros(0))
+            for slices, device in zip(self.local_slices, self.mesh.local_devices, strict=True):
+                # What is replicated is read once.
+                held = held if held[0] == slices else (slices, read(slices))
+                shards.append(put_own(self._own_shard(held[1]), device))
+            stored = self.of_shards(shards)
             is_weak = self.weak_type and isinstance(stored, jax.Array)
             return with_weak_type(stored, self.dtype, True) if is_weak else stored
 
@@ -254,8 +259,8 @@ class Storage:
         return np.pad(shard, widths) if any(after for _, after in widths) else np.array(shard)
 
     def of_shards(self, shards: Sequence[jax.Array]) -> Any:
-        """What is stored of the shards of exact shape on this process's devices, in mesh order; it takes their
-        memory."""
+        """What is stored of the shards on this process's devices, in mesh order, of exact shape or as they are stored;
+        it takes their memory."""
         shape = self.sharding.shard_shape(self.stored_shape)
         arrays = [pad_to(x, shape) for x in shards]
         return jax.make_array_from_single_device_arrays(self.stored_shape, self.sharding, arrays)

@@ -389,11 +389,14 @@ def _stored_alike(
     roles: Mapping[str, Role],
     functions: Functions,
     mesh: jax.sharding.Mesh | None,
-    **options: Any,
+    *,
+    donate: bool,
+    form: Form,
+    overlap: bool = False,
 ) -> dict[str, Plan]:
-    """The plans, with `options` of `Plan`, each in its own form, but that where one stores an unevenly cut state at
+    """The plans, with these options of `Plan`, each in its own form, but that where one stores an unevenly cut state at
     exact size, those that would pad it run staged."""
-    plans = {n: Plan(*of, mesh, functions[n], **options) for n, of in found.items()}
+    plans = {n: Plan(*of, mesh, functions[n], donate=donate, form=form, overlap=overlap) for n, of in found.items()}
     uneven = [n for n, plan in plans.items() if _is_uneven(placements(roles[n], plan.program, plan.sizes))]
     exact = next((n for n in uneven if holds_exact(plans[n].form)), None)
     if exact is None:

@@ -141,6 +141,11 @@ def test_buckets_of_arguments_by_name() -> None:
         plan.for_shapes(floats(8, 8), floats(6, 8))
     with pytest.raises(ShapeError, match="plan 1 is of another function"):
         plan.bucketed(planned(jnp.sin, (floats(8),)))
+    alike = planned(lambda w, *, x: (x @ w).max(), (floats(8, 8),), example_kwargs={"x": floats(6, 8)})
+    with pytest.raises(ShapeError, match="plan 1 is of another function"):
+        plan.bucketed(alike)
+    with pytest.raises(ShapeError, match="plan 1 is for the same shapes as one before it"):
+        plan.bucketed(plan)
     examples: Any = [(floats(8, 8), floats(6, 8))]
     with pytest.raises(TypeError, match="a bucket is a list; give a hapsynth"):
         plan.bucketed(examples)

@@ -337,6 +337,13 @@ def test_a_tolerance_of_no_use_is_refused_at_once(monkeypatch: pytest.MonkeyPatc
     plan = planned(jnp.sin, (floats(8),))
     assert plan.check(np.zeros(8, np.float32), rtol=0).ok
     monkeypatch.setattr(plan, "fn", None)
-    for rtol, error in ((-1e-3, ValueError), (float("nan"), ValueError), ("1e-3", TypeError), (True, TypeError)):
-        with pytest.raises(error, match=r"rtol is .*; give a .*number of"):
+    for rtol, error in (
+        (-1e-3, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        (False, TypeError),
+        ("1e-3", TypeError),
+        (True, TypeError),
+    ):
+        with pytest.raises(error, match=r"rtol is .*; give a .*number"):
             plan.check(rtol=rtol)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -292,7 +293,9 @@ def test_a_call_beside_one_that_is_recorded_is_not(monkeypatch: pytest.MonkeyPat
     def another_thread(plan: Plan, stored: Any, donate: bool) -> None:
         if not others:
             others.append(1)
-            plan(*step_args())
+            thread = threading.Thread(target=plan, args=step_args())
+            thread.start()
+            thread.join()
 
     monkeypatch.setattr("hapsynth.plan.before_call", another_thread)
     plan.recorded(*step_args())
