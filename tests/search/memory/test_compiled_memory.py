@@ -20,8 +20,9 @@ from wide_activations import step as rows_step
 import hapsynth
 from hapsynth import _jax
 from hapsynth.instructions.testing.example_arguments import random_arguments
-from hapsynth.lower import Lowered, Staged, parts
+from hapsynth.lower import Lowered, parts
 from hapsynth.lower._host_schedule import CollectiveStage, LocalStage
+from hapsynth.lower._staged_form import CompiledStages
 from hapsynth.plan import Form, Plan
 from hapsynth.running.sharded_array import ShardedArray
 
@@ -32,26 +33,27 @@ AS_XLA_LIKES = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_DEFAULT"}
 def peaks(plan: Plan) -> dict[int, int]:
     """Device, by its place in the mesh -> the bytes it holds at its fullest; of a group that is alike, the first."""
     compiled = plan.lower().compile()
-    if not isinstance(compiled, Staged):
+    if not isinstance(compiled, CompiledStages):
         used = compiled.memory_analysis()
         return {0: used.argument_size_in_bytes + _added(used)}
     found: dict[int, int] = {}
-    for number, group in enumerate(compiled.groups):
+    staged = compiled.staged
+    for number, group in enumerate(staged.groups):
         at = group.positions[0]
         nbytes = lambda struct: prod(struct.shape) * struct.dtype.itemsize
-        live = {(v, compiled.program.inputs[v]) for v in compiled.graph.sources}
+        live = {(v, staged.program.inputs[v]) for v in staged.graph.sources}
         wires, most = 0, 0
-        for item in compiled.items:
+        for item in staged.items:
             assert isinstance(item, LocalStage | CollectiveStage)
             local = isinstance(item, LocalStage)
-            used = compiled.compiled[item][number if local else 0].memory_analysis()
-            most = max(most, sum(nbytes(compiled.struct(name, at)) for name in live) + wires + _added(used))
+            used = staged.compiled[item][number if local else 0].memory_analysis()
+            most = max(most, sum(nbytes(staged.struct(name, at)) for name in live) + wires + _added(used))
             if local:
                 live = (live | set(item.writes)) - set(item.dead)
-                wires = sum(nbytes(compiled.wire(wire)) for wire in compiled.wires_of(item.leaves))
+                wires = sum(nbytes(staged.wire(wire)) for wire in staged.wires_of(item.leaves))
             else:
                 wires = used.output_size_in_bytes
-        found[np.ravel_multi_index(at, compiled.mesh.devices.shape).item()] = most
+        found[np.ravel_multi_index(at, staged.mesh.devices.shape).item()] = most
     return found
 
 

@@ -180,12 +180,6 @@ def test_what_fits_is_planned_as_without_it() -> None:
     assert with_it.cost == without.cost
 
 
-def test_several_functions_are_refused() -> None:
-    plan: Any = hapsynth.synthesize
-    with pytest.raises(TypeError, match="recompute is for one function"):
-        plan({"train": step}, {"train": ARGS}, slow_cluster([1.0, 1.0]), recompute=True)
-
-
 # ---- the graph
 
 
