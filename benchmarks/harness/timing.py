@@ -66,7 +66,7 @@ def median_interval(samples: Sequence[float]) -> Interval | None:
     ordered, n = sorted(samples), len(samples)
     # The median is below the k-th of the samples where fewer than k of them are below it.
     k, below = 0, 1
-    while 2 * below <= (1 - COVERS) * 2**n:
+    while 2 * below / 2**n <= 1 - COVERS:
         k += 1
         below += math.comb(n, k)
     return (ordered[k - 1], ordered[n - k]) if k else None

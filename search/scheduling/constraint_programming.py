@@ -70,6 +70,8 @@ def _improved_starts(timeline: Timeline) -> Sequence[int] | None:
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    # It would leave the process without Python's handler of Ctrl-C.
+    solver.parameters.catch_sigint_signal = False
     solver.parameters.max_deterministic_time = _EFFORT
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None

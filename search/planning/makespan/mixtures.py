@@ -41,9 +41,8 @@ class _Patch(NamedTuple):
 def mixtures(
     space: ChainSpace, chains: Sequence[Chain], base: Seen, others: Sequence[Seen], tolerance: float
 ) -> list[Ints]:
-    """The choices of programs, `base` with patches of others: the shortest that is found, and the last ones before it,
-    each shorter than the one that follows. None where there are fewer than two patches, or `base` is the
-    shortest."""
+    """The choices of at most `_KEPT` programs, `base` with patches of others, the shortest first: the last improvements
+    that the solver found. Empty where there are fewer than two patches, or nothing is shorter than `base`."""
     st = space.structure
     ends, size = st.joined_variables, base.choices.size
     places = np.concatenate([chain.places for chain in chains])
@@ -93,8 +92,8 @@ def _exclusive(every: Sequence[_Patch], ends: Ints, size: int) -> Ints:
 
 
 def _shortest(lengths: Floats, changes: Floats, exclusive: Ints, tolerance: float) -> list[list[int]]:
-    """The patches with which the longest of some chains is the shortest that is found, and with which it was found to
-    be nearly as short. `lengths`: [chains] without any; `changes`: [chains, patches]."""
+    """The patches of the solver's last `_KEPT` improvements, those with the shortest longest chain first; an empty list
+    is `base`. `lengths`: [chains] without any; `changes`: [chains, patches]."""
     from ortools.sat.python import cp_model
 
     unit = (float(lengths.max()) or 1.0) / _TICKS
@@ -112,6 +111,8 @@ def _shortest(lengths: Floats, changes: Floats, exclusive: Ints, tolerance: floa
     model.minimize(longest)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    # It would leave the process without Python's handler of Ctrl-C.
+    solver.parameters.catch_sigint_signal = False
     solver.parameters.max_deterministic_time = _EFFORT
     solver.parameters.relative_gap_limit = tolerance
     found = list[list[int]]()
