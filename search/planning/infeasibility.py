@@ -18,9 +18,12 @@ def shortage(
     task, whose `devices` are what positions are told as. `late`: whether the time budget ended the search.
     """
     within, more = (" within the time budget", "more time may find one") if late else ("", "")
+    restricted = options.restriction is not None and options.restriction.stored
     if least is None:
         keeping = "keeps to the layouts that are fixed"
-        return f"no program that {keeping} was found{within}; {more}" if late else f"no program {keeping}"
+        if late:
+            return f"no program{f' that {keeping}' if restricted else ''} was found{within}; {more}"
+        return f"no program {keeping}"
     budget = costs.memory_budget
     held = least.held()
     device = int(np.argmin([k.memory for k in costs.cluster.devices]))
@@ -38,7 +41,7 @@ def shortage(
         found += f" (every program needs {percent} % of what some device has or more)"
     none = "no program fits" if certain > budget.limit else f"no program that fits was found{within}"
     at, other = ("", "") if options.fixed_ratios is None else (" at these ratios", "other ratios, ")
-    layouts = "other layouts, " if options.restriction is not None and options.restriction.stored else ""
+    layouts = "other layouts, " if restricted else ""
     position = device if options.devices is None else options.devices[device]
     return (
         f"{none}{at}: device {position} ({name}) has {mib(limit)} and {found}; {more}{more and '; '}{layouts}{other}"
