@@ -238,6 +238,8 @@ def synthesize_several(
         overlap=overlap,
         joint_gap=joint_gap,
     )
+    # No layouts are none: nothing is restricted.
+    fixed = fixed or None
     if devices is not None:
         check_mesh(devices)
     names = _names(functions)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hapsynth.search.scheduling.tasks import Machine
 from hapsynth.search.scheduling.timeline import Timeline, simulate
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpSolver
 
 _MOST_TASKS = 300
 """With more it finds next to nothing in its time."""
@@ -20,6 +24,18 @@ _EFFORT = 2.0
 """In CP-SAT's deterministic time, about seconds."""
 _TICKS = 100_000
 """The number of units of time into which the present makespan is divided."""
+
+
+def reproducible_solver(effort: float) -> CpSolver:
+    """A CP-SAT solver that finds the same each time. `effort`: in its deterministic time, about seconds."""
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = effort
+    # It would leave the process without Python's handler of Ctrl-C.
+    solver.parameters.catch_sigint_signal = False
+    return solver
 
 
 def polished(timeline: Timeline) -> Timeline:
@@ -68,11 +84,7 @@ def _improved_starts(timeline: Timeline) -> Sequence[int] | None:
         model.add_no_overlap(intervals)
     model.add_hint(makespan, latest)
     model.minimize(makespan)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    # It would leave the process without Python's handler of Ctrl-C.
-    solver.parameters.catch_sigint_signal = False
-    solver.parameters.max_deterministic_time = _EFFORT
+    solver = reproducible_solver(_EFFORT)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return [min(solver.value(s) for s in starts) for starts in start]

@@ -18,6 +18,7 @@ from scipy.sparse import coo_array, csr_array
 from hapsynth.search.cost.model import Floats
 from hapsynth.search.formulation.chains import Chain, ChainSpace
 from hapsynth.search.planning.makespan.branches import Seen
+from hapsynth.search.scheduling.constraint_programming import reproducible_solver
 from hapsynth.search.solver import Ints
 from hapsynth.search.solver.patches import patches
 
@@ -109,11 +110,7 @@ def _shortest(lengths: Floats, changes: Floats, exclusive: Ints, tolerance: floa
     for take in takes:
         model.add_hint(take, False)
     model.minimize(longest)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    # It would leave the process without Python's handler of Ctrl-C.
-    solver.parameters.catch_sigint_signal = False
-    solver.parameters.max_deterministic_time = _EFFORT
+    solver = reproducible_solver(_EFFORT)
     solver.parameters.relative_gap_limit = tolerance
     found = list[list[int]]()
 

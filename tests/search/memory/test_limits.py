@@ -160,18 +160,19 @@ def test_the_least_program_is_found_and_named() -> None:
         Planner(Task(graph, even, PlanningOptions(memory_limit=0.99 * more))).run()
 
 
+def perceptron_loss(params: Any, batch: Any) -> Any:
+    for w in params:
+        batch = jnp.tanh(batch @ w)
+    return (batch**2).mean()
+
+
 def test_a_program_fits_in_another_order_than_the_source() -> None:
     """Of three layers with clipping and momentum: an update runs before the gradients that come after its own."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 
     def step(state: Any, batch: Any) -> Any:
-        def loss(params: Any) -> Any:
-            x = batch
-            for w in params:
-                x = jnp.tanh(x @ w)
-            return (x**2).mean()
-
-        updates, opt = optimizer.update(jax.grad(loss)(state["params"]), state["opt"], state["params"])
+        grads = jax.grad(perceptron_loss)(state["params"], batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
 
     params = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 3
@@ -189,13 +190,7 @@ def test_sizes_that_memory_dictates_are_compared_with_other_programs() -> None:
     """The first program fits at sizes that take a fifth longer; another one holds less and takes as long as it did."""
 
     def step(params: Any, batch: Any) -> Any:
-        def loss(params: Any) -> Any:
-            x = batch
-            for w in params:
-                x = jnp.tanh(x @ w)
-            return (x**2).mean()
-
-        value, grads = jax.value_and_grad(loss)(params)
+        value, grads = jax.value_and_grad(perceptron_loss)(params, batch)
         return [p - 1e-3 * g for p, g in zip(params, grads, strict=True)], value
 
     params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
