@@ -27,7 +27,7 @@ class ScheduledSteps(NamedTuple):
 
 class TimedProgram(NamedTuple):
     """A program in its order, its timeline, and what it holds. `steps`: those from whose timeline the order is; None
-    where it is from no such."""
+    where the order was made otherwise."""
 
     program: Program
     timeline: Timeline

@@ -31,8 +31,9 @@ times as many did not raise the bound of a mixture of experts on 2x2x2 in a minu
 _SHARE = 0.25
 """The fraction of the remaining time budget that one search may take."""
 _SHRINK_TOLERANCE = 1e-3
-_PAID = 1.02
-"""Of the cost at assumed sizes that hold too much: sizes that cost more are compared with programs within limits."""
+_COSTLY = 1.02
+"""Where the sizes at which a program fits cost more than this times those assumed for it, programs are sought that fit
+at the sizes assumed."""
 _TIE = 1e-6
 """Of a second, in the units of what is held: what programs that hold the same are told apart by."""
 
@@ -64,8 +65,9 @@ class FixedRatioSearch:
         self.maker = CandidateBuilder(task.costs, task.options.fixed_ratios, clock.left)
         self.incumbent = Incumbent(task.memory_budget.limit)
         self.limits: dict[int, float] = {}
-        self._dear: tuple[float, Candidate] | None = None
-        """Of the programs that fit only at other sizes than assumed, that of the least cost at those, and this."""
+        self._resized: tuple[float, Candidate] | None = None
+        """Of the programs that fit only at other sizes than assumed: the least cost at the assumed sizes, in seconds,
+        and the program that has it."""
         self._builder: ProblemBuilder | None = None
         """The last builder. Ratios are searched twice where a plan is certified; without ratios there is one search for
         the bytes that all programs hold, and one for their costs."""
@@ -227,8 +229,9 @@ class FixedRatioSearch:
                 # Making it fit could only raise its cost.
                 return Found(None, solved, candidate.cost)
             if candidate is None or candidate.memory <= self.limit or self.choices.sparing:
-                if candidate is not None and candidate.over is not None:
-                    self._dear = min(self._dear or (np.inf, candidate), (solved.cost, candidate), key=lambda x: x[0])
+                least = self._resized[0] if self._resized else np.inf
+                if candidate is not None and candidate.over is not None and solved.cost < least:
+                    self._resized = solved.cost, candidate
                 break
             self.note(candidate, solved)
             self.limits.update(dict.fromkeys(self.maker.full_ops(candidate), self.limit))
@@ -342,17 +345,19 @@ class FixedRatioSearch:
     def within_limits(self, explore: Callable[[], None]) -> None:
         """Explore once more with memory limited where a program held too much at the sizes assumed for it, if those at
         which it fits cost. Where no better program comes up, the search goes on as if it had not been done."""
-        dear, self._dear = self._dear, None
+        resized, self._resized = self._resized, None
         incumbent = self.incumbent
-        if not dear or self.choices.sparing or self.clock.late() or incumbent.cost <= dear[0] * _PAID:
+        if not resized or self.choices.sparing or self.clock.late() or incumbent.cost <= resized[0] * _COSTLY:
             return
-        before = self.choices, self.limits, incumbent.best, incumbent.messages
-        self.limits = dict.fromkeys(self.maker.full_ops(dear[1]), self.limit)
+        before = self.choices, self.limits, self._quotient_messages, incumbent.best, incumbent.messages
+        self.limits = dict.fromkeys(self.maker.full_ops(resized[1]), self.limit)
         self._spare()
         cost = incumbent.cost
-        explore()
-        if incumbent.cost >= cost:
-            self.choices, self.limits, incumbent.best, incumbent.messages = before
+        try:
+            explore()
+        finally:
+            if incumbent.cost >= cost:
+                self.choices, self.limits, self._quotient_messages, incumbent.best, incumbent.messages = before
 
     def _tightened(
         self, builder: ProblemBuilder, limits: dict[int, float], candidate: Candidate, at_least: bool
